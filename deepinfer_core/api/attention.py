@@ -51,10 +51,14 @@ class StepLayout:
 
 @attrs.frozen(kw_only=True)
 class WriteKVRequest(OpRequest):
-    """Geometry of the cache rows written; dtypes are torch dtype names."""
+    """Geometry of the cache rows written; dtypes are torch dtype names.
+
+    ``cache_group`` names the group written; the engine adds the demand ``kv_layout:<layout>`` for it.
+    """
 
     op: ClassVar[str] = "attention.write_kv"
 
+    cache_group: str
     kv_heads: int
     head_dim: int
     dtype: str
@@ -79,6 +83,7 @@ class PagedAttentionRequest(OpRequest):
     """GQA/MQA attention over a paged cache.
 
     Attributes:
+        cache_group: group read; the engine adds the demand ``kv_layout:<layout>`` for the layout chosen for it.
         q_heads, kv_heads: ``q_heads`` is a multiple of ``kv_heads``.
         head_dim: of queries, keys and values.
         dtype: of queries and output. cache_dtype: of the cache.
@@ -91,6 +96,7 @@ class PagedAttentionRequest(OpRequest):
 
     op: ClassVar[str] = "attention.paged"
 
+    cache_group: str
     q_heads: int
     kv_heads: int
     head_dim: int

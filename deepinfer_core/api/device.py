@@ -114,6 +114,10 @@ class Device(Protocol):
         """Host threads that operators may use."""
         ...
 
+    def default_dtype(self, stored: str) -> str:
+        """Compute dtype for ``dtype="auto"``, given the dtype name the checkpoint was saved in."""
+        ...
+
     def stream(self, *, overlap: bool) -> Stream:
         """A new stream. ``overlap=True`` asks that ``submit`` return before the work is done."""
         ...

@@ -1,8 +1,9 @@
 """KV layout: how a cache group's blocks lie in memory. The attention provider's decision.
 
 A *cache group* is one kind of per-token state (full KV, window KV, ...). All its layers share
-block tables. A layout turns the group's entries into one cache per layer, and declares the name
-that attention providers answer to with the cap ``"kv_layout:<name>"``.
+block tables. A layout turns the group's entries into one cache per layer. The layout is chosen first,
+by score; requests that touch the group then demand ``"kv_layout:<name of the layout's provider>"``, which
+attention providers declare among their caps. A backend with a layout of its own ships both.
 """
 
 from __future__ import annotations
@@ -68,9 +69,6 @@ class KVLayoutRequest(OpRequest):
 
 class KVLayout(Protocol):
     """Memory of one cache group."""
-
-    name: str
-    """Layout name; attention operators of the group are asked for the cap ``kv_layout:<name>``."""
 
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""

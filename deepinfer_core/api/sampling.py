@@ -3,19 +3,24 @@
 Order (``STAGES``): mask -> bias -> penalties -> temperature -> min_p -> top_k -> top_p -> draw. ``logprobs``
 reads the logits before the first stage (raw) or the ones given to draw (processed).
 
-A worked vector that tells this order from the others: logits ``[2, 1, 0, -1]`` for ids 0..3; id 3 masked;
+A worked vector that tells this order from the others: logits ``[2, 1, 0, 9]`` for ids 0..3; id 3 masked;
 bias +3 on id 2 gives ``[2, 1, 3, -inf]``; output so far ``[2, 2]`` with frequency 1.0 and repetition 2.0:
-repetition first (3/2 = 1.5), then 2 * 1.0 subtracted gives ``[2, 1, -0.5, -inf]``; temperature 0.5 gives
-``[4, 2, -1, -inf]``; min_p 0.05 keeps ids 0 and 1 (e^-2 = 0.135; e^-5 = 0.007); top_k 3 changes nothing;
-top_p 0.85 on the renormalised rest (0.881, 0.119) keeps id 0 alone.
+repetition first (3/2 = 1.5), then 2 * 1.0 subtracted gives ``[2, 1, -0.5, -inf]``; temperature 0.5, applied to
+``logit - max``, gives ``[0, -2, -5, -inf]``; min_p 0.05 keeps ids 0 and 1 (e^-2 = 0.135; e^-5 = 0.007); top_k 3
+changes nothing; top_p 0.88 on the renormalised rest (0.881, 0.119) keeps id 0 alone (of all three, 0.876: id 1 too).
+With min_p off and top_k 2 instead, top_p again sees (0.881, 0.119) and keeps id 0 alone.
+
+A row whose parameters leave a stage off passes it bit for bit unchanged, since a stage runs as soon as one row of
+the step needs it.
 
 Randomness (``draw``): Philox4x32-10 (Salmon et al. 2011) with key = the request's 64-bit seed, low word
 first, and counter = (token_id div 4, child index, low word, high word of 3 * position + purpose); purposes
 0 draw, 1 residual, 2 coin; ``w`` is word ``token_id mod 4`` of the result. With
-``E = -log1p(-(w + 0.5) * 2^-32)`` in float32 (the product capped at 1 - 2^-24, so that E is finite) the
-token at a position is ``argmax(processed logits - log E)``, lowest id on ties: an exact draw from
-softmax(processed logits) that depends on nothing but logits, seed, child and position. Identity is promised
-per device type.
+``E = -log1p(-(w + 0.5) * 2^-32)`` in float32 (the product rounded to float32 and capped at 1 - 2^-24, so that E is
+finite) the token at a position is ``argmax(processed logits - log E)``, lowest id on ties: an exact draw from
+softmax(processed logits) that depends on nothing but logits, seed, child and position. E, and log E of that E, are
+the float64 results rounded to float32: float32 logarithms of two libraries differ in the last bit, these do not
+(compared for all 83,886,081 values that the product can take). Identity is promised per device type.
 """
 
 from __future__ import annotations
@@ -46,7 +51,8 @@ class SamplingState:
     (stop ids, bias, bad words) are padded with -1 and grow when a request needs more.
 
     Attributes:
-        history: ``[S, L]`` int32, token at each absolute position, prompt included. ``draw`` appends to it.
+        history: ``[S, L]`` int32, token at each absolute position, prompt included. ``runner.append_tokens``
+            adds what was drawn.
         prompt_len: ``[S]`` int64.
         temperature, min_p, top_p: ``[S]`` float32; off is 1.0, 0.0, 1.0. Greedy is temperature 0.
         top_k: ``[S]`` int64; 0 is off.

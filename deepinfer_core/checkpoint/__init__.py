@@ -1,0 +1,19 @@
+"""Checkpoints on disk: safetensors directories and GGUF files, opened without reading their weights."""
+
+from .check import check_tensors
+from .gguf_file import GGUFMetadata
+from .inspect import CheckpointSummary, DtypeUsage, summarise
+from .opening import Checkpoint, open_checkpoint
+from .packed import PackedTensor, PackedWeightSource
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointSummary",
+    "DtypeUsage",
+    "GGUFMetadata",
+    "PackedTensor",
+    "PackedWeightSource",
+    "check_tensors",
+    "open_checkpoint",
+    "summarise",
+]

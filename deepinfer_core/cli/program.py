@@ -1,0 +1,71 @@
+"""The program's commands: a table of the built-in ones, and plugins' commands looked up by name."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+import click
+
+BUILT_IN = {
+    "generate": ("Write text with a model.", "deepinfer_core.cli.generate:generate"),
+    "plugins": ("List installed plugins, and why one is not used.", "deepinfer_core.cli.plugins:plugins"),
+    "explain": ("Show what would run, and who decided it.", "deepinfer_core.cli.explain:explain"),
+    "inspect": ("Show what a checkpoint holds and what memory it needs.", "deepinfer_core.cli.inspect:inspect"),
+}
+"""Name -> (help, where the command is)."""
+
+
+class Program(click.Group):
+    """A group that imports a command only to run it, and loads plugins only for a command it does not know."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(BUILT_IN)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in BUILT_IN:
+            from deepinfer_core.api import LazyRef
+
+            command: click.Command = LazyRef(BUILT_IN[name][1]).load()
+            return command
+        from .plugin_commands import find_command
+
+        return find_command(name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            near = get_close_matches(name, BUILT_IN, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ", nor does a plugin have one"
+            raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help) for name, (help, _) in BUILT_IN.items()])
+        with formatter.section("Commands of plugins"):
+            formatter.write_text("`deepinfer plugins --load` lists them.")
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from deepinfer_core.plugins import core_version
+
+        click.echo(f"deepinfer {core_version()}")
+        ctx.exit()
+
+
+@click.group(
+    cls=Program,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+@click.pass_context
+def program(ctx: click.Context, /) -> None:
+    """LLM inference whose every part is a plugin. Start with: deepinfer generate --model demo --prompt "Hello" """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

@@ -1,0 +1,70 @@
+"""Options of sampling, each named as the argument of SamplingParams that it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+
+DEFAULT_MAX_TOKENS = 256
+
+
+def _biases(ctx: click.Context, parameter: click.Parameter, items: Sequence[str]) -> dict[int, float] | None:
+    biases: dict[int, float] = {}
+    for item in items:
+        token, _, bias = item.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{item!r}: expected TOKEN_ID=BIAS, as in 42=-1.5") from None
+    return biases or None
+
+
+_OPTIONS = (
+    click.option("--max-tokens", type=int, help=f"Most tokens to write.  [default: {DEFAULT_MAX_TOKENS}]"),
+    click.option("--min-tokens", type=int, help="Fewest tokens before anything may end the text."),
+    click.option("--temperature", type=float, help="0 always takes the most likely token.  [default: 1]"),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens whose probabilities reach this sum."),
+    click.option("--top-k", type=int, help="Keep this many of the likeliest tokens."),
+    click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
+    click.option("--seed", type=int, help="Same seed, same text."),
+    click.option("-n", "--n", type=int, help="Completions of each prompt."),
+    click.option("--stop", metavar="TEXT", multiple=True, help="Ends the text; may be repeated."),
+    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Ends the text; may be repeated."),
+    click.option("--include-stop", "include_stop_str_in_output", is_flag=True, help="Keep the matched --stop text."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
+    click.option("--presence-penalty", type=float, help="-2 to 2, on tokens already written."),
+    click.option("--frequency-penalty", type=float, help="-2 to 2, by how often a token was written."),
+    click.option("--repetition-penalty", type=float, help="Above 0, on tokens of prompt and text; 1 is off."),
+    click.option(
+        "--logit-bias", metavar="ID=BIAS", multiple=True, callback=_biases, help="Added to a token's logit; repeatable."
+    ),
+    click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Never written; may be repeated."),
+    click.option("--logprobs", type=int, help="With --json: this many likeliest tokens at each position."),
+    click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt's tokens."),
+)
+
+NAMES = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "bad_words", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+
+
+def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options; :func:`sampling_arguments` takes their values apart again."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def sampling_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for SamplingParams: what was given, and the program's own limit of tokens."""
+    arguments: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
+    for name in NAMES:
+        value = values[name]
+        # By identity: a temperature of 0 is a value, and equals False.
+        if value is not None and value is not False and value != ():
+            arguments[name] = list(value) if isinstance(value, tuple) else value
+    return arguments

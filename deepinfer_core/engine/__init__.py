@@ -1,0 +1,1 @@
+"""The request loop and everything around it."""

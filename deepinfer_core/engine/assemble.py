@@ -1,0 +1,193 @@
+"""Puts an engine together: operators, weights, caches, loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from deepinfer_core.api import (
+    CacheGroupSpec,
+    ConfigError,
+    KVLayout,
+    LayerCache,
+    MemoryInfo,
+    Model,
+    ModelContext,
+)
+from deepinfer_core.checkpoint import Checkpoint, check_tensors
+from deepinfer_core.plugins import OpTable, freeze
+from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
+
+from .commit import Committer
+from .core import EngineCore
+from .intake import Intake, Limits
+from .kv_cache import KVCache
+from .planner import Planner
+from .planning import PlannedEngine, group_slot
+from .runner import Runner
+from .slot_table import SlotTable
+
+HOST_FRACTION, DEVICE_FRACTION = 0.25, 0.9
+"""Share of free memory the caches may take when ``kv_cache.memory_fraction`` is not set."""
+
+
+@attrs.define(kw_only=True)
+class Engine:
+    """A running engine: its plan, its parts, and how its memory is used (bytes)."""
+
+    planned: PlannedEngine
+    core: EngineCore
+    intake: Intake
+    tokenizer: Tokenizer | None
+    ops: OpTable
+    model: Model
+    memory: Mapping[str, int]
+
+    def close(self) -> None:
+        self.core.close()
+        self.planned.registry.notify("deepinfer_worker_stop", rank=0)
+
+
+def build_engine(
+    planned: PlannedEngine,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    *,
+    progress: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """Load weights, allocate caches and start the loop of a plan.
+
+    Args:
+        progress: called with a tensor's name after it was loaded.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model. ConfigError: the caches do not fit the memory.
+    """
+    spec, config, device = planned.spec, planned.config, planned.device
+    check_tensors(checkpoint.weights, spec.tensors)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, spec.vocab_size)
+    planned.registry.notify("deepinfer_worker_start", plan=planned.plan, rank=0)
+    ops = freeze(planned.plan.choices, planned.providers, planned.context_for)
+    planned.registry.freeze()
+    model = planned.definition.build(
+        ModelContext(
+            spec=spec,
+            config=checkpoint.config,
+            ops=ops,
+            weights=checkpoint.weights,
+            device=device.torch_device,
+            progress=progress,
+        )
+    )
+    layouts: dict[str, KVLayout] = {g.name: getattr(ops, group_slot(g)) for g in spec.cache_groups}
+    block_bytes = {name: layout.block_bytes() for name, layout in layouts.items()}
+    num_blocks = _num_blocks(planned, block_bytes, device.memory())
+    layer_caches: dict[str, list[LayerCache]] = {n: layout.allocate(num_blocks[n]) for n, layout in layouts.items()}
+    slots = SlotTable(config.scheduling.max_running)
+    cache = KVCache(
+        spec.cache_groups,
+        num_blocks,
+        block_size=config.kv_cache.block_size,
+        slots=slots.slots,
+        max_model_len=spec.max_model_len,
+        prefix_cache=config.kv_cache.prefix_cache,
+    )
+    planner = Planner(
+        policy=planned.policy,
+        cache=cache,
+        slots=slots,
+        max_batch_tokens=config.scheduling.max_batch_tokens,
+        chunked_prefill=config.scheduling.chunked_prefill,
+        clock=clock,
+    )
+    token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
+    ahead = 1 if config.scheduling.async_scheduling is True and not spec.host_token_ids else 0
+    runner = Runner(
+        device=device,
+        stream=device.stream(overlap=bool(ahead)),
+        model=model,
+        ops=ops,
+        cache=cache,
+        layer_caches=layer_caches,
+        slots=slots,
+        vocab_size=spec.vocab_size,
+        token_limit=token_limit,
+    )
+    committer = Committer(planner=planner, needs=runner.needs, device=device, tokenizer=tokenizer, clock=clock)
+    limits = Limits(
+        vocab_size=token_limit,
+        max_model_len=spec.max_model_len,
+        capacity=cache.capacity,
+        max_running=slots.slots,
+        max_batch_tokens=config.scheduling.max_batch_tokens,
+        chunked_prefill=config.scheduling.chunked_prefill,
+        eos_token_ids=eos_token_ids(checkpoint, tokenizer),
+        cache_domain=cache_domain(planned, checkpoint),
+    )
+    return Engine(
+        planned=planned,
+        core=EngineCore(planner=planner, runner=runner, committer=committer, ahead=ahead, clock=clock),
+        intake=Intake(limits, tokenizer),
+        tokenizer=tokenizer,
+        ops=ops,
+        model=model,
+        memory={f"cache_{name}": num_blocks[name] * size for name, size in block_bytes.items()},
+    )
+
+
+def cache_domain(planned: PlannedEngine, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What two engines must share for their cache blocks to be interchangeable: model, cache format, layouts."""
+    layouts = [f"{c.slot}={c.provider}" for c in planned.plan.choices if c.op.startswith("kv_layout.")]
+    return (str(checkpoint.path), planned.spec.architecture, planned.spec.dtype, *layouts)
+
+
+def eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a generation, from tokenizer, generation_config.json and config.json."""
+    ids: list[int] = list(tokenizer.eos_token_ids) if tokenizer is not None else []
+    for source in (checkpoint.generation_config, checkpoint.config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            ids.extend(value if isinstance(value, list) else [value])
+    return tuple(dict.fromkeys(ids))
+
+
+def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: MemoryInfo) -> dict[str, int]:
+    """Blocks of each group, null block included.
+
+    A full group gets what its share of memory allows, and never more than all requests at full length could
+    use; a window group what running requests can look back on plus one step's rows.
+    """
+    config, spec = planned.config, planned.spec
+    if config.kv_cache.num_blocks is not None:
+        return {g.name: config.kv_cache.num_blocks for g in spec.cache_groups}
+    running, block_size = config.scheduling.max_running, config.kv_cache.block_size
+    most = {
+        g.name: _most_blocks(g, spec.max_model_len, running, config.scheduling.max_batch_tokens, block_size)
+        for g in spec.cache_groups
+    }
+    default = HOST_FRACTION if planned.device.info.priority == 0 else DEVICE_FRACTION
+    budget = memory.free * (config.kv_cache.memory_fraction or default)
+    wanted = sum(most[name] * size for name, size in block_bytes.items())
+    share = min(1.0, budget / wanted) if wanted else 1.0
+    blocks = {name: max(2, int(count * share)) for name, count in most.items()}
+    need = -(-spec.max_model_len // block_size) + 1
+    for group in spec.cache_groups:
+        if blocks[group.name] < min(need, most[group.name]):
+            lowest = need * block_bytes[group.name]
+            raise ConfigError(
+                f"kv_cache: {budget / 2**20:.0f} MiB give group {group.name!r} {blocks[group.name]} blocks, fewer than "
+                f"one request of max_model_len={spec.max_model_len} needs ({lowest / 2**20:.0f} MiB): "
+                "lower model.max_model_len or raise kv_cache.memory_fraction"
+            )
+    return blocks
+
+
+def _most_blocks(group: CacheGroupSpec, max_model_len: int, running: int, batch_tokens: int, block_size: int) -> int:
+    if group.window is None:
+        return running * -(-max_model_len // block_size) + 1
+    window = running * (-(-group.window // block_size) + 2)
+    return min(window + -(-batch_tokens // block_size), running * -(-max_model_len // block_size)) + 1

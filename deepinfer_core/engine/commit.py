@@ -1,0 +1,213 @@
+"""Takes the results of a step back to the host: tokens, stops, log-probabilities, cache publication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from deepinfer_core.api import Device, LogprobsResult
+from deepinfer_core.tokenizer import Tokenizer
+
+from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogprobs
+from .planner import Planner
+from .request import Request, Sequence
+from .runner import LaunchedStep, StepResult
+from .slot_needs import SlotNeeds
+
+Array = np.ndarray[Any, Any]
+
+
+@attrs.define
+class Committed:
+    """What a commit brought: requests that ended, and how many output tokens."""
+
+    finished: list[Request] = attrs.field(factory=list)
+    output_tokens: int = 0
+
+
+class Committer:
+    """Applies step results. The only place where a token becomes part of a request."""
+
+    def __init__(
+        self,
+        *,
+        planner: Planner,
+        needs: SlotNeeds,
+        device: Device,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.planner = planner
+        self.slots = planner.slots
+        self.needs = needs
+        self.device = device
+        self.tokenizer = tokenizer
+        self.clock = clock
+
+    def commit(self, step: LaunchedStep, result: StepResult) -> Committed:
+        """Apply one step's result, in launch order."""
+        out = Committed()
+        self.slots.in_flight[step.plan.slots] -= 1
+        for rows, logprobs in zip(step.inputs.prompts, result.prompts, strict=True):
+            self._add_prompt_logprobs(rows.request, logprobs, rows.targets, rows.k)
+        if result.sampled is not None:
+            self._add_tokens(step, result, out)
+        self._publish(step)
+        self._release_finished(step.plan.slots)
+        return out
+
+    def fail(self, step: LaunchedStep, error: RequestError) -> Committed:
+        """The whole step was lost: end its requests."""
+        out = Committed()
+        self.slots.in_flight[step.plan.slots] -= 1
+        for slot in step.plan.slots.tolist():
+            sequence = self.slots.sequence[slot]
+            if sequence is not None and sequence.status == "running":
+                self.finish(sequence, "error", out, error=error)
+        self._release_finished(step.plan.slots)
+        return out
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        out: Committed,
+        *,
+        stop_reason: str | int | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        """End a sequence, wherever it is. Its slot and blocks are freed when nothing of it is in flight."""
+        tail = "" if sequence.detokenizer is None else sequence.detokenizer.finish()
+        if sequence.detokenizer is not None and sequence.detokenizer.stopped is not None and reason == "length":
+            reason, stop_reason = "stop", sequence.detokenizer.stopped
+        sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
+        request = sequence.request
+        if request.streams:
+            request.outbox.append(StreamDelta(request.request_id, sequence.child, tail, [], reason, error))
+        tokens = self.slots.output_len(sequence)
+        if sequence.slot >= 0 and self.slots.in_flight[sequence.slot]:
+            self.planner.stop_scheduling(sequence)
+        else:
+            self.planner.remove(sequence)
+        self.planner.tell("aborted" if reason == "abort" else "finished", sequence, tokens)
+        if request.finished:
+            request.metrics.finished = self.clock()
+            out.finished.append(request)
+
+    # ---- tokens
+
+    def _add_tokens(self, step: LaunchedStep, result: StepResult, out: Committed) -> None:
+        assert result.sampled is not None
+        table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
+        tokens = self.device.download(result.sampled.tokens)
+        live = ~table.finished[slots]
+        drawn = live & (tokens >= 0)
+        table.tokens[slots[drawn], positions[drawn]] = tokens[drawn]
+        table.committed[slots[drawn]] = positions[drawn] + 1
+        out.output_tokens += int(drawn.sum())
+        stops = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) & (positions >= table.min_end[slots])
+        full = positions + 1 >= table.max_len[slots]
+        first = positions == table.prompt_len[slots]
+        look = live & (stops | full | first | (tokens < 0) | table.needs_host[slots])
+        if not look.any():
+            return
+        logprobs = _LogprobRows(step, result)
+        for row in np.nonzero(look)[0].tolist():
+            sequence = table.sequence[int(slots[row])]
+            assert sequence is not None
+            if first[row] and sequence.request.metrics.first_token is None:
+                sequence.request.metrics.first_token = self.clock()
+            self._add_token(sequence, row, int(tokens[row]), bool(stops[row]), bool(full[row]), logprobs, out)
+
+    def _add_token(
+        self, sequence: Sequence, row: int, token: int, stops: bool, full: bool, logprobs: _LogprobRows, out: Committed
+    ) -> None:
+        if token < 0:
+            self.finish(sequence, "error", out, error=logprobs.why_no_token(row))
+            return
+        request = sequence.request
+        if sequence.logprobs is not None:
+            sequence.logprobs.append(self._entries(*logprobs.at(row), token, self.needs.logprobs_of(sequence.slot)))
+        delta, stopped = "", None
+        if sequence.detokenizer is not None:
+            delta = sequence.detokenizer.push((token,))
+            stopped = sequence.detokenizer.stopped
+        if request.streams:
+            request.outbox.append(StreamDelta(request.request_id, sequence.child, delta, [token]))
+        if stops:
+            self.finish(sequence, "stop", out, stop_reason=None if token in request.eos_token_ids else token)
+        elif stopped is not None:
+            self.finish(sequence, "stop", out, stop_reason=stopped)
+        elif full:
+            self.finish(sequence, "length", out)
+
+    # ---- log-probabilities
+
+    def _entries(self, result: LogprobsResult, row: int, token: int, k: int) -> TokenLogprobs:
+        """The k best tokens and the chosen one, best first."""
+        entries = {
+            int(i): Logprob(float(v), rank + 1, self._text(int(i)))
+            for rank, (i, v) in enumerate(
+                zip(result.top_ids[row, :k].tolist(), result.top[row, :k].tolist(), strict=True)
+            )
+        }
+        if token not in entries:
+            entries[token] = Logprob(float(result.chosen[row]), int(result.rank[row]), self._text(token))
+        return entries
+
+    def _text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.id_to_bytes(token).decode(errors="replace")
+
+    def _add_prompt_logprobs(self, request: Request, result: LogprobsResult, targets: Array, k: int) -> None:
+        assert request.prompt_logprobs is not None
+        for row, token in enumerate(targets.tolist()):
+            request.prompt_logprobs.append(self._entries(result, row, token, k))
+
+    # ---- cache
+
+    def _publish(self, step: LaunchedStep) -> None:
+        """Blocks whose rows this step completed become findable."""
+        plan, table = step.plan, self.slots
+        blocks = (plan.starts + plan.counts) // self.planner.cache.block_size
+        for i in np.nonzero((blocks > table.published[plan.slots]) & ~table.finished[plan.slots])[0].tolist():
+            slot = int(plan.slots[i])
+            sequence = table.sequence[slot]
+            if sequence is None or not self.planner.cache.prefix_cache:
+                continue
+            keys = self.planner.keys(sequence)
+            self.planner.cache.publish(slot, keys, int(table.published[slot]), int(blocks[i]))
+            table.published[slot] = int(blocks[i])
+
+    def _release_finished(self, slots: Array) -> None:
+        for slot in slots[self.slots.finished[slots] & (self.slots.in_flight[slots] == 0)].tolist():
+            sequence = self.slots.sequence[slot]
+            if sequence is not None:
+                self.planner.remove(sequence)
+
+
+class _LogprobRows:
+    """Finds the log-probabilities of a sampled row, and why a row has no token."""
+
+    def __init__(self, step: LaunchedStep, result: StepResult) -> None:
+        assert result.sampled is not None
+        self._sampled = result.sampled
+        self._where: dict[int, tuple[LogprobsResult, int]] = {}
+        for rows, part in ((step.raw_rows, result.sampled.raw), (step.processed_rows, result.sampled.processed)):
+            if part is not None:
+                self._where.update((row, (part, i)) for i, row in enumerate(rows.tolist()))
+
+    def at(self, row: int) -> tuple[LogprobsResult, int]:
+        return self._where[row]
+
+    def why_no_token(self, row: int) -> RequestError:
+        logits = self._sampled.logits[row]
+        broken = bool((torch.isnan(logits) | (logits == float("inf"))).any())
+        if broken:
+            return RequestError("nan_logits", "the model produced NaN or infinite logits for this request")
+        return RequestError("no_allowed_token", "masks and bans left no token that could be generated")

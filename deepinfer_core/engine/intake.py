@@ -1,0 +1,246 @@
+"""From what a user passes to validated requests. Nothing is queued before everything was checked."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.tokenizer import IncrementalDetokenizer, Tokenizer
+
+from .block_hash import domain_key
+from .outputs import RequestMetrics
+from .request import Request
+from .request import Sequence as RequestSequence
+from .sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` with request fields beside it."""
+
+REQUEST_FIELDS = ("priority", "tenant", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "timeout_ms", "cache_salt")
+WHOLE_VOCABULARY_LIMIT = 50_000_000
+"""Log-probabilities a request may report in all (positions times alternatives) before it is refused."""
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What a request is checked against. ``capacity`` is the tokens the cache can hold of one request."""
+
+    vocab_size: int
+    max_model_len: int
+    capacity: int
+    max_running: int
+    max_batch_tokens: int
+    chunked_prefill: bool
+    eos_token_ids: tuple[int, ...]
+    cache_domain: tuple[str, ...]
+
+
+def split_prompts(prompts: Any) -> list[Prompt]:
+    """A single prompt or a batch -> list of prompts. ``[1, 2, 3]`` is one prompt, ``[[1], [2]]`` two."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts={prompts!r}: expected a string, a list of token ids, a mapping, or a list of these"
+        )
+    if prompts and all(_is_id(item) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def split_params(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise InvalidRequestError(f"sampling_params={params!r}: expected SamplingParams, a list of them, or None")
+    if len(params) != count:
+        raise InvalidRequestError(f"sampling_params has {len(params)} entries for {count} prompts: give one each")
+    return list(params)
+
+
+class Intake:
+    """Validates prompts and parameters and makes requests of them."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer | None) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._number = 0
+
+    def request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, now: float, stream: bool) -> Request:
+        """A validated request with its sequences, not yet queued.
+
+        Raises:
+            InvalidRequestError: names the request, the field, the value and what was expected.
+        """
+        try:
+            return self._request(request_id, prompt, params, now, stream)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"request {request_id}: {error}") from None
+
+    def _request(self, request_id: str, prompt: Prompt, params: SamplingParams, now: float, stream: bool) -> Request:
+        text, ids, fields = self._read(prompt)
+        self._check_params(params, len(ids))
+        limits = self.limits
+        longest = min(limits.max_model_len, limits.capacity)
+        max_len = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        eos = () if params.ignore_eos else limits.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            params=params,
+            seed=seed,
+            root_key=domain_key(*limits.cache_domain, fields.get("cache_salt") or ""),
+            max_len=max_len,
+            eos_token_ids=eos,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+            bad_word_ids=self._bad_words(params),
+            streams=stream,
+            priority=fields.get("priority") or 0,
+            tenant=fields.get("tenant") or "",
+            deadline=_after(now, fields.get("deadline_ms")),
+            ttft_target=_seconds(fields.get("ttft_target_ms")),
+            tpot_target=_seconds(fields.get("tpot_target_ms")),
+            expires=_after(now, fields.get("timeout_ms")),
+            metrics=RequestMetrics(arrival=now),
+        )
+        tokens = np.array(ids, np.int32)
+        for child in range(params.n):
+            self._number += 1
+            sequence = RequestSequence(request=request, child=child, number=self._number, tokens=tokens)
+            if self.tokenizer is not None and (stream or params.stop):
+                sequence.detokenizer = IncrementalDetokenizer(
+                    self.tokenizer,
+                    skip_special_tokens=params.skip_special_tokens,
+                    stop=params.stop,
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                )
+            sequence.logprobs = None if params.logprobs is None else []
+            sequence.needs_host = stream or bool(params.stop) or params.logprobs is not None
+            request.sequences.append(sequence)
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        return request
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], dict[str, Any]]:
+        fields: dict[str, Any] = {}
+        if isinstance(prompt, Mapping):
+            fields = {k: v for k, v in prompt.items() if k not in ("prompt", "prompt_token_ids")}
+            _check_fields(fields)
+            given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+            if len(given) != 1:
+                raise InvalidRequestError(f"prompt={dict(prompt)!r}: give 'prompt' or 'prompt_token_ids', one of them")
+            prompt = prompt[given[0]]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    "prompt is text, but the checkpoint has no tokenizer: pass token ids, or set model.tokenizer"
+                )
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            text, ids = None, self._ids(prompt)
+        self._check_length(ids)
+        return text, ids, fields
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence) or not all(_is_id(item) for item in prompt):
+            raise InvalidRequestError(f"prompt={prompt!r}: expected text or a list of token ids")
+        ids = [int(item) for item in prompt]
+        for position, token in enumerate(ids):
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt_token_ids[{position}]={token}: expected an id in [0, {self.limits.vocab_size})"
+                )
+        return ids
+
+    def _check_length(self, ids: list[int]) -> None:
+        limits = self.limits
+        if not ids:
+            raise InvalidRequestError("prompt is empty: expected at least one token")
+        if len(ids) >= limits.max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {len(ids)} tokens: expected fewer than max_model_len={limits.max_model_len}"
+            )
+        if len(ids) >= limits.capacity:
+            raise InvalidRequestError(
+                f"prompt has {len(ids)} tokens, the cache holds {limits.capacity}: raise kv_cache.num_blocks"
+            )
+        if not limits.chunked_prefill and len(ids) > limits.max_batch_tokens:
+            raise InvalidRequestError(
+                f"prompt has {len(ids)} tokens, scheduling.max_batch_tokens={limits.max_batch_tokens} and "
+                "scheduling.chunked_prefill is off: raise the one or switch on the other"
+            )
+
+    def _check_params(self, params: SamplingParams, prompt_len: int) -> None:
+        limits = self.limits
+        if params.n > limits.max_running:
+            raise InvalidRequestError(f"n={params.n}: expected at most scheduling.max_running={limits.max_running}")
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise InvalidRequestError("stop and bad_words are text, but the checkpoint has no tokenizer")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for item in getattr(params, name) or ():
+                token = item[0] if isinstance(item, tuple) else item
+                if token >= limits.vocab_size:
+                    raise InvalidRequestError(f"{name}: id {token}: expected an id in [0, {limits.vocab_size})")
+        new_tokens = min(limits.max_model_len, prompt_len + (params.max_tokens or limits.max_model_len)) - prompt_len
+        for name, positions in (("logprobs", new_tokens * params.n), ("prompt_logprobs", prompt_len)):
+            wanted = getattr(params, name)
+            if wanted is None:
+                continue
+            width = limits.vocab_size if wanted == -1 else min(wanted, limits.vocab_size)
+            if positions * width > WHOLE_VOCABULARY_LIMIT:
+                raise InvalidRequestError(
+                    f"{name}={wanted}: {positions} positions of {width} entries are more than "
+                    f"{WHOLE_VOCABULARY_LIMIT}: ask for fewer alternatives or tokens"
+                )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each bad word: as it starts a text, and as it follows a space."""
+        if not params.bad_words or self.tokenizer is None:
+            return ()
+        found = dict.fromkeys(
+            tuple(self.tokenizer.encode(prefix + word, add_special_tokens=False))
+            for word in params.bad_words
+            for prefix in ("", " ")
+        )
+        return tuple(ids for ids in found if ids)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if name not in REQUEST_FIELDS:
+            raise InvalidRequestError(f"prompt field {name!r}: expected one of {', '.join(REQUEST_FIELDS)}")
+        if value is None:
+            continue
+        if name in ("tenant", "cache_salt"):
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"{name}={value!r}: expected a string")
+        elif name == "priority":
+            if not _is_id(value):
+                raise InvalidRequestError(f"{name}={value!r}: expected an integer")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise InvalidRequestError(f"{name}={value!r}: expected a number > 0 (milliseconds)")
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _after(now: float, milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else now + milliseconds / 1000

@@ -1,0 +1,246 @@
+"""``LLM``: offline batches, chats and streams over one engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import attrs
+
+from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.checkpoint import Checkpoint, open_checkpoint
+from deepinfer_core.config import EngineConfig, load_config, override, shown_values
+from deepinfer_core.plugins import explain_plan
+from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
+
+from .assemble import Engine, build_engine
+from .commit import Committed
+from .intake import Prompt, split_params, split_prompts
+from .logs import configure_logging
+from .outputs import CompletionOutput, RequestOutput, StreamDelta
+from .planning import make_plan
+from .progress import loading_bar, prompts_bar
+from .request import Request
+from .sampling_params import SamplingParams
+
+
+class LLM:
+    """A model, loaded and ready. A context manager; otherwise call :meth:`close`.
+
+    Args:
+        model: a directory in Hugging Face form, a GGUF file, or ``"demo"``.
+        accelerator: backend name; ``"auto"`` takes the one with the highest priority whose device is present.
+        dtype: compute dtype name; ``"auto"`` lets the device decide.
+        config: an EngineConfig, a nested mapping, or the path of a TOML file.
+        settings: configuration groups by name, e.g. ``kv_cache={"block_size": 32}``; they win over ``config``.
+
+    Raises:
+        DeepInferError: one clear line about what is wrong and how to mend it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        accelerator: str = "auto",
+        dtype: str = "auto",
+        config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = _configure(str(model), accelerator, dtype, config, settings)
+        configure_logging(self.config.logging)
+        self._lock = threading.RLock()
+        self._next_id = 0
+        self._closed = False
+        with open_checkpoint(str(self.config.model.path)) as checkpoint:
+            tokenizer = _tokenizer(self.config, checkpoint)
+            planned = make_plan(self.config, checkpoint, os.environ)
+            with loading_bar(len(planned.spec.tensors), enabled=self.config.logging.progress) as loaded:
+                self.engine: Engine = build_engine(planned, checkpoint, tokenizer, progress=loaded)
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt.
+
+        Args:
+            prompts: a text, a list of token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``, or a list of these.
+            sampling_params: one for all, or one per prompt; None for the defaults.
+            progress: show a bar on a terminal when there are several prompts.
+
+        Returns:
+            One RequestOutput per prompt, in order; a request that failed carries ``error``.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is invalid; nothing was started.
+        """
+        batch = split_prompts(prompts)
+        requests = self._requests(batch, split_params(sampling_params, len(batch)), stream=False)
+        with self._lock, prompts_bar(len(requests), enabled=progress and self.config.logging.progress) as bar:
+            for committed in self._run(requests):
+                bar(len(committed.finished), committed.output_tokens)
+        return [self.output(request) for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        progress: bool = True,
+        **variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of ``{"role", "content"}``) or several (a list of such lists).
+
+        ``variables`` reach the chat template (``tools`` and whatever else it reads).
+        """
+        batch = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [
+            self.chat_prompt(m, add_generation_prompt=add_generation_prompt, chat_template=chat_template, **variables)
+            for m in batch
+        ]
+        outputs = self.generate([p for p, _ in prompts], sampling_params, progress=progress)
+        return [attrs.evolve(output, prompt=text) for output, (_, text) in zip(outputs, prompts, strict=True)]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], str]:
+        """Token ids and text of a conversation under the chat template."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("the checkpoint has no tokenizer, so it has no chat template: pass token ids")
+        text = self.tokenizer.apply_chat_template(messages, **options)
+        return self.tokenizer.encode(text, add_special_tokens=False), text
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """Complete one prompt, yielding text and tokens as they come. Closing the iterator aborts the request.
+
+        The prompt is validated when this is called, not at the first item.
+        """
+        requests = self._requests([prompt], split_params(sampling_params, 1), stream=True)
+        return self._deltas(requests)
+
+    def _deltas(self, requests: list[Request]) -> Iterator[StreamDelta]:
+        with self._lock:
+            for _ in self._run(requests):
+                for request in requests:
+                    deltas, request.outbox = request.outbox, []
+                    yield from deltas
+
+    def _requests(self, prompts: list[Prompt], params: list[SamplingParams], *, stream: bool) -> list[Request]:
+        if self._closed:
+            raise InvalidRequestError("this LLM is closed: make a new one")
+        now = self.engine.core.clock()
+        requests = []
+        for prompt, one in zip(prompts, params, strict=True):
+            requests.append(self.engine.intake.request(str(self._next_id), prompt, one, now=now, stream=stream))
+            self._next_id += 1
+        return requests
+
+    def _run(self, requests: list[Request]) -> Iterator[Committed]:
+        """Step until these requests ended; whatever interrupts it leaves none of them behind."""
+        core = self.engine.core
+        try:
+            yield core.add(requests)
+            while not all(request.finished for request in requests):
+                yield core.step()
+        finally:
+            core.abort([request.request_id for request in requests])
+            core.drain()
+
+    # ---- results and facts
+
+    def output(self, request: Request) -> RequestOutput:
+        """The result of a request as far as it has come."""
+        slots, failed = self.engine.core.planner.slots, [s.error for s in request.sequences if s.error is not None]
+        completions = []
+        for sequence in request.sequences:
+            ids = slots.output_ids(sequence)
+            if sequence.detokenizer is not None:
+                text = sequence.detokenizer.text
+            elif self.tokenizer is not None:
+                text = self.tokenizer.decode(ids, skip_special_tokens=request.params.skip_special_tokens)
+            else:
+                text = ""
+            completions.append(
+                CompletionOutput(
+                    index=sequence.child,
+                    text=text,
+                    token_ids=ids,
+                    logprobs=sequence.logprobs,
+                    finish_reason=sequence.finish_reason,
+                    stop_reason=sequence.stop_reason,
+                )
+            )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_logprobs=request.prompt_logprobs,
+            outputs=completions,
+            metrics=request.metrics,
+            error=failed[0] if failed else None,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer, or None."""
+        return self.tokenizer
+
+    def explain(self) -> dict[str, Any]:
+        """Every choice with its reason, the device, where each setting came from, and memory in bytes."""
+        return explain(self.engine.planned.plan, self.config) | {"memory": dict(self.engine.memory)}
+
+    def close(self) -> None:
+        """Abort what runs and release the device. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def explain(plan: Any, config: EngineConfig) -> dict[str, Any]:
+    """A plan and the configuration behind it, as plain data."""
+    return {
+        "plan": attrs.asdict(plan),
+        "rows": explain_plan(plan),
+        "facts": dict(plan.facts),
+        "config": [attrs.asdict(value) for value in shown_values(config)],
+    }
+
+
+def _configure(model: str, accelerator: str, dtype: str, config: Any, settings: Mapping[str, Any]) -> EngineConfig:
+    arguments: dict[str, Any] = {**settings, "model.path": model}
+    if accelerator != "auto":
+        arguments["accelerator"] = accelerator
+    if dtype != "auto":
+        arguments["model.dtype"] = dtype
+    if isinstance(config, EngineConfig):
+        return override(config, arguments)
+    if isinstance(config, Mapping):
+        return override(load_config(overrides=config), arguments)
+    return load_config(file=config, overrides=arguments)
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.model.tokenizer is None:
+        return load_tokenizer(checkpoint)
+    return load_tokenizer(attrs.evolve(checkpoint, tokenizer_source=Path(config.model.tokenizer)))

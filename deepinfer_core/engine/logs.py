@@ -1,0 +1,29 @@
+"""Structured logging to standard error, as configured."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+from deepinfer_core.config import LoggingConfig
+
+
+def configure_logging(config: LoggingConfig) -> None:
+    """Apply ``logging.level`` and ``logging.format``, unless the application configured structlog itself."""
+    if structlog.is_configured():
+        return
+    renderer = structlog.processors.JSONRenderer() if config.format == "json" else structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.StackInfoRenderer(),
+            *([structlog.processors.format_exc_info] if config.format == "json" else []),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.level.upper())),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )

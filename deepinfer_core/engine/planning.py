@@ -1,0 +1,262 @@
+"""From configuration and checkpoint to a plan: which plugins, which device, which provider for every operator.
+
+Nothing here reads weights. The result is enough to explain every choice, and all that a worker needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+import deepinfer_core
+from deepinfer_core.api import (
+    API_VERSION,
+    BuildContext,
+    CacheGroupSpec,
+    CheckpointError,
+    Choice,
+    ConfigError,
+    Device,
+    EnginePlan,
+    FallbackPolicy,
+    KVLayoutRequest,
+    ModelDefinition,
+    ModelOptions,
+    ModelSpec,
+    OpRequest,
+    PlanError,
+    Provider,
+)
+from deepinfer_core.checkpoint import Checkpoint
+from deepinfer_core.config import EngineConfig, check_environment, check_plugin_tables, plugin_settings
+from deepinfer_core.plugins import (
+    Registry,
+    check_user_keys,
+    choose,
+    choose_device,
+    claimed,
+    load_plugins,
+    resolve,
+)
+
+from .runner import runner_requests
+from .sampler import sampling_requests
+
+PROVIDER_HOOKS = (
+    "deepinfer_attention",
+    "deepinfer_gemm",
+    "deepinfer_kv_layout",
+    "deepinfer_pointwise",
+    "deepinfer_runner_ops",
+    "deepinfer_sampling",
+)
+
+
+@attrs.define(kw_only=True)
+class PlannedEngine:
+    """A plan and what it was made from, ready to load weights.
+
+    ``objections`` are warnings of plugins about the combination; errors were raised.
+    """
+
+    config: EngineConfig
+    registry: Registry
+    plan: EnginePlan
+    device: Device
+    definition: type[ModelDefinition]
+    spec: ModelSpec
+    providers: list[tuple[str, Provider]]
+    policy: Any
+    objections: tuple[str, ...]
+
+    def context_for(self, plugin: str) -> BuildContext:
+        """What a plugin's providers build with."""
+        return BuildContext(
+            device=self.device.torch_device,
+            max_tokens=self.config.scheduling.max_batch_tokens,
+            max_requests=self.config.scheduling.max_running,
+            max_model_len=self.spec.max_model_len,
+            num_threads=self.device.num_threads,
+            settings=_settings(self.config, self.registry, plugin),
+            reference=lambda request: self._reference(request),
+        )
+
+    def _reference(self, request: OpRequest) -> Any:
+        for plugin, provider in self.providers:
+            if provider.fallback and provider.op == request.op and provider.supports(request):
+                build = provider.build if callable(provider.build) else provider.build.load()
+                return build(request, self.context_for(plugin))
+        raise PlanError(f"no reference operator for {request.op}")
+
+
+def open_registry(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Registry:
+    """Load the plugins a configuration allows, and check every setting and variable that names one."""
+    registry = load_plugins(
+        allow=config.plugins.allow,
+        block=config.plugins.block,
+        requested=sorted(_plugins_named(config)),
+        strict=config.plugins.strict,
+        files=config.plugins.paths,
+    )
+    settings = {name: p.info.settings for name, p in registry.plugins.items() if p.info.settings is not None}
+    check_environment(environ, settings)
+    check_plugin_tables(config, settings)
+    return registry
+
+
+def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str, str] = os.environ) -> PlannedEngine:
+    """Decide everything that can be decided before weights load.
+
+    Raises:
+        PluginError, DeviceError, PlanError, ConfigError, CheckpointError: whatever was asked for and cannot be met.
+    """
+    registry = open_registry(config, environ)
+    chosen = choose_device(registry, config.accelerator, environ)
+    device: Device = chosen.device.provider.load()(chosen.device)
+    definition, spec = describe_model(config, checkpoint, registry, device)
+    providers = [item for hook in PROVIDER_HOOKS for item in registry.collect(hook, device=chosen.device)]
+    choices = _choose_all(config, spec, providers, chosen.device.type, chosen.plugin, _fallback(config, chosen.device))
+    policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
+    plan = EnginePlan(
+        api=API_VERSION,
+        core=deepinfer_core.__version__,
+        accelerator=chosen.device.backend,
+        device=_device_data(chosen),
+        plugins=registry.records,
+        choices=choices,
+        policy=f"{policy_plugin}:{policy_info.name}",
+        features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
+        facts=dict(device.describe()),
+    )
+    objections = [o for _, o in registry.collect("deepinfer_check_plan", plan=plan)]
+    errors = [o.text for o in objections if o.severity == "error"]
+    if errors:
+        raise PlanError("; ".join(errors))
+    return PlannedEngine(
+        config=config,
+        registry=registry,
+        plan=plan,
+        device=device,
+        definition=definition,
+        spec=spec,
+        providers=providers,
+        policy=policy_info.factory.load()(_settings(config, registry, policy_plugin)),
+        objections=tuple(o.text for o in objections),
+    )
+
+
+def describe_model(
+    config: EngineConfig, checkpoint: Checkpoint, registry: Registry, device: Device
+) -> tuple[type[ModelDefinition], ModelSpec]:
+    """The model class of a checkpoint, and its needs under this configuration."""
+    definition = _definition(checkpoint, registry)
+    stored = {name: checkpoint.weights.describe(name).dtype for name in checkpoint.weights.names()}
+    saved = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
+    dtype = device.default_dtype(saved) if config.model.dtype == "auto" else config.model.dtype
+    options = ModelOptions(
+        dtype=dtype,
+        max_model_len=config.model.max_model_len,
+        block_size=config.kv_cache.block_size,
+        device_type=device.info.type,
+        demands=_demands(config),
+        stored=stored,
+    )
+    spec = definition.describe(checkpoint.config, options)
+    if config.kv_cache.block_size % spec.block_alignment:
+        raise ConfigError(
+            f"kv_cache.block_size={config.kv_cache.block_size}: {spec.architecture} needs a multiple of "
+            f"{spec.block_alignment}"
+        )
+    if config.model.max_model_len is not None and config.model.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"model.max_model_len={config.model.max_model_len}: the checkpoint supports {spec.max_model_len} tokens"
+        )
+    return definition, spec
+
+
+def _definition(checkpoint: Checkpoint, registry: Registry) -> type[ModelDefinition]:
+    wanted = checkpoint.config.get("architectures") or []
+    known = claimed(registry, "architecture")
+    for architecture in wanted:
+        if architecture in known:
+            definition: type[ModelDefinition] = resolve(registry, "architecture", architecture)[1].definition.load()
+            return definition
+    raise CheckpointError(
+        f"{checkpoint.path}: architectures={list(wanted)!r}: no loaded plugin runs it; known: {', '.join(known)}"
+    )
+
+
+def group_slot(group: CacheGroupSpec) -> str:
+    """Slot name of a cache group's layout."""
+    return f"kv_layout_{group.name}"
+
+
+def _choose_all(
+    config: EngineConfig,
+    spec: ModelSpec,
+    providers: list[tuple[str, Provider]],
+    device_type: str,
+    backend_plugin: str,
+    fallback: FallbackPolicy,
+) -> tuple[Choice, ...]:
+    """Layouts first: what they are called is a demand on everything that touches their groups."""
+    block_size = config.kv_cache.block_size
+    layouts: dict[str, OpRequest] = {
+        group_slot(g): KVLayoutRequest(group=g, block_size=block_size, device_type=device_type)
+        for g in spec.cache_groups
+    }
+    rest: dict[str, OpRequest] = {
+        **spec.ops,
+        **runner_requests(device_type, _demands(config), block_size),
+        **sampling_requests(spec.vocab_size, device_type, _demands(config)),
+    }
+    check_user_keys(config.ops, {**layouts, **rest})
+
+    def decide(requests: dict[str, OpRequest]) -> tuple[Choice, ...]:
+        return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=backend_plugin)
+
+    decided = decide(layouts)
+    names = {g.name: c.provider.partition(":")[2] for g, c in zip(spec.cache_groups, decided, strict=True)}
+    for slot, request in rest.items():
+        group = getattr(request, "cache_group", None)
+        if group is not None:
+            rest[slot] = attrs.evolve(request, demands=request.demands | {f"kv_layout:{names[group]}"})
+    return decided + decide(rest)
+
+
+def _demands(config: EngineConfig) -> frozenset[str]:
+    return frozenset({"batch_invariant"} if config.features.batch_invariant else ())
+
+
+def _fallback(config: EngineConfig, device: Any) -> FallbackPolicy:
+    if config.fallback != "auto":
+        return config.fallback
+    policy: FallbackPolicy = device.fallback or "error"
+    return policy
+
+
+def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:
+    settings = registry.plugins[plugin].info.settings
+    return None if settings is None else plugin_settings(config, plugin, settings)
+
+
+def _plugins_named(config: EngineConfig) -> Iterable[str]:
+    """Plugins that settings refer to by name: these must load, or it is an error."""
+    names = {name.partition(":")[0] for choices in config.ops.values() for name in choices}
+    for setting in (config.scheduling.policy, *config.logging.metrics):
+        plugin, colon, _ = setting.partition(":")
+        if colon:
+            names.add(plugin)
+    return names
+
+
+def _device_data(chosen: Any) -> Mapping[str, Any]:
+    data = attrs.asdict(chosen.device)
+    data["provider"] = chosen.device.provider.target
+    data["legacy_names"] = list(chosen.device.legacy_names)
+    data["plugin"] = chosen.plugin
+    data["losers"] = [attrs.asdict(loser) for loser in chosen.losers]
+    return data

@@ -1,0 +1,249 @@
+"""Runs planned steps on the device: inputs, forward pass, sampling, one closure per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from deepinfer_core.api import (
+    AppendTokensRequest,
+    Device,
+    Event,
+    InputIdsRequest,
+    LayerCache,
+    LogprobsResult,
+    Model,
+    ModelBatch,
+    OpRequest,
+    SamplingBatch,
+    SlotMappingRequest,
+    StepLayout,
+    Stream,
+)
+
+from .device_state import DeviceState, SlotRow
+from .kv_cache import KVCache
+from .planner import StepPlan
+from .prompt_logprobs import PromptRows, prompt_rows
+from .sampler import LogprobRows, Sampled, Sampler
+from .slot_needs import SlotNeeds
+from .slot_table import SlotTable
+
+Array = np.ndarray[Any, Any]
+
+PROMPT_LOGIT_ROWS = 256
+"""Prompt rows turned into logits at a time, to bound memory."""
+
+
+def runner_requests(device_type: str, demands: frozenset[str], block_size: int) -> dict[str, OpRequest]:
+    """Slot name -> request of the runner's own operators."""
+    return {
+        "input_ids": InputIdsRequest(device_type=device_type, demands=demands),
+        "slot_mapping": SlotMappingRequest(device_type=device_type, demands=demands, block_size=block_size),
+        "append_tokens": AppendTokensRequest(device_type=device_type, demands=demands),
+    }
+
+
+@attrs.define(kw_only=True)
+class StepInputs:
+    """Host arrays of one step, snapshotted when it was planned."""
+
+    row_requests: Array
+    row_slots: Array
+    positions: Array
+    cu_seqlens: Array
+    seq_lens: Array
+    counts: Array
+    tables: dict[str, Array]
+    redirect_below: Array | None
+    sample_rows: Array
+    sample_slots: Array
+    sample_positions: Array
+    entering: list[SlotRow]
+    prompts: list[PromptRows]
+
+
+@attrs.define(kw_only=True)
+class StepResult:
+    """Device results of one step. ``prompts`` pairs with ``StepInputs.prompts``."""
+
+    sampled: Sampled | None
+    prompts: list[LogprobsResult]
+
+
+@attrs.define(kw_only=True)
+class LaunchedStep:
+    """A step on its way: what was planned, what it reads, and the event of its end."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    raw_rows: Array
+    processed_rows: Array
+    event: Event[StepResult]
+
+
+class Runner:
+    """Owns the device side of an engine."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        stream: Stream,
+        model: Model,
+        ops: Any,
+        cache: KVCache,
+        layer_caches: Mapping[str, Sequence[LayerCache]],
+        slots: SlotTable,
+        vocab_size: int,
+        token_limit: int,
+    ) -> None:
+        self.device = device
+        self.stream = stream
+        self.model = model
+        self.ops = ops
+        self.cache = cache
+        self.layer_caches = layer_caches
+        self.slots = slots
+        self.vocab_size = vocab_size
+        self.token_limit = token_limit
+        self.state = DeviceState(device, slots.slots, vocab_size)
+        self.sampler = Sampler(ops)
+        self.needs = SlotNeeds(slots.slots, vocab_size=vocab_size, pads=token_limit < vocab_size)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Snapshot the step's inputs and give its device work to the stream."""
+        inputs = self._inputs(plan)
+        raw_rows, processed_rows = self.needs.logprob_rows(inputs.sample_slots)
+        active = self.needs.active(inputs.sample_slots)
+        k_raw, k_processed = (self.needs.most_logprobs(inputs.sample_slots[r]) for r in (raw_rows, processed_rows))
+
+        def work() -> StepResult:
+            with torch.inference_mode():
+                rows = LogprobRows(
+                    raw=self.device.upload(raw_rows) if len(raw_rows) else None,
+                    raw_k=k_raw,
+                    processed=self.device.upload(processed_rows) if len(processed_rows) else None,
+                    processed_k=k_processed,
+                )
+                return self._run(inputs, active, rows)
+
+        return LaunchedStep(
+            plan=plan,
+            inputs=inputs,
+            raw_rows=raw_rows,
+            processed_rows=processed_rows,
+            event=self.stream.submit(work),
+        )
+
+    def close(self) -> None:
+        self.stream.close()
+
+    # ---- host side
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        slots, counts = plan.slots, plan.counts
+        ends = np.cumsum(counts)
+        total = int(ends[-1])
+        row_requests = np.repeat(np.arange(len(slots)), counts)
+        positions = np.arange(total) + np.repeat(plan.starts - (ends - counts), counts)
+        seq_lens = plan.starts + counts
+        width = self.cache.blocks_for(int(seq_lens.max()))
+        redirect = self.cache.write_from[slots]
+        entering = [SlotRow(s.slot, s.tokens, s) for s in plan.admitted]
+        for row in entering:
+            self.needs.set(row.slot, row.sequence)
+        produces = plan.produces
+        return StepInputs(
+            row_requests=row_requests,
+            row_slots=slots[row_requests],
+            positions=positions,
+            cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            counts=counts.astype(np.int32),
+            tables={name: group.table[slots, :width] for name, group in self.cache.groups.items()},
+            redirect_below=redirect if redirect.any() else None,
+            sample_rows=ends[produces] - 1,
+            sample_slots=slots[produces],
+            sample_positions=seq_lens[produces],
+            entering=entering,
+            prompts=prompt_rows(plan, self.slots, ends - counts, self.vocab_size)
+            if self.needs.any_prompt_logprobs
+            else [],
+        )
+
+    def _prompt_rows(self, plan: StepPlan, row_starts: Array) -> list[PromptRows]:
+        if not self.needs.any_prompt_logprobs:
+            return []
+        return prompt_rows(plan, self.slots, row_starts, self.vocab_size)
+
+    # ---- device side
+
+    def _run(self, inputs: StepInputs, active: frozenset[str], rows: LogprobRows) -> StepResult:
+        upload, ops = self.device.upload, self.ops
+        self.state.write(inputs.entering)
+        positions, row_requests = upload(inputs.positions), upload(inputs.row_requests)
+        history = self.state.sampling.history
+        batch = ModelBatch(
+            token_ids=ops.input_ids.run(history, upload(inputs.row_slots), positions),
+            positions=positions,
+            layouts=self._layouts(inputs, positions, row_requests),
+            caches=self.layer_caches,
+        )
+        hidden = self.model.forward(batch, self.model.plan(batch))
+        prompts = [self._prompt(hidden, p) for p in inputs.prompts]
+        if len(inputs.sample_rows) == 0:
+            return StepResult(sampled=None, prompts=prompts)
+        if len(inputs.sample_rows) < len(inputs.positions):
+            hidden = hidden[upload(inputs.sample_rows)]
+        sampling = SamplingBatch(
+            state=self.state.sampling,
+            slots=upload(inputs.sample_slots),
+            positions=upload(inputs.sample_positions),
+            token_limit=self.token_limit,
+            active=active,
+            max_position=int(inputs.sample_positions.max()),
+        )
+        sampled = self.sampler.run(self.model.logits(hidden), sampling, rows)
+        ops.append_tokens.run(history, sampling.slots, sampling.positions, sampled.tokens)
+        return StepResult(sampled=sampled, prompts=prompts)
+
+    def _layouts(
+        self, inputs: StepInputs, positions: torch.Tensor, row_requests: torch.Tensor
+    ) -> dict[str, StepLayout]:
+        upload = self.device.upload
+        cu_seqlens, seq_lens = upload(inputs.cu_seqlens), upload(inputs.seq_lens)
+        layouts = {}
+        for name, host_table in inputs.tables.items():
+            table = upload(host_table)
+            mapping = self.ops.slot_mapping.run(table, row_requests, positions)
+            if inputs.redirect_below is not None:
+                # A fully cached prompt recomputes its last token: its shared cache row stays as it is.
+                shared = positions < upload(inputs.redirect_below)[row_requests]
+                mapping = torch.where(shared, positions % self.cache.block_size, mapping)
+            layouts[name] = StepLayout(
+                block_size=self.cache.block_size,
+                cu_seqlens=cu_seqlens,
+                seq_lens=seq_lens,
+                positions=positions,
+                block_table=table,
+                slot_mapping=mapping,
+                host_query_lens=inputs.counts,
+                host_seq_lens=inputs.seq_lens,
+                max_query_len=int(inputs.counts.max()),
+                max_seq_len=int(inputs.seq_lens.max()),
+            )
+        return layouts
+
+    def _prompt(self, hidden: torch.Tensor, rows: PromptRows) -> LogprobsResult:
+        parts = []
+        for start in range(0, len(rows.targets), PROMPT_LOGIT_ROWS):
+            targets = rows.targets[start : start + PROMPT_LOGIT_ROWS]
+            first = rows.first_row + start
+            logits = self.model.logits(hidden[first : first + len(targets)])
+            parts.append(self.sampler.logprobs(logits, self.device.upload(targets), rows.k))
+        return LogprobsResult(*(torch.cat(column) for column in zip(*map(attrs.astuple, parts), strict=True)))

@@ -1,0 +1,73 @@
+"""Runs the sampling stages that a step needs, in their fixed order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from deepinfer_core.api import STAGES, LogprobsResult, OpRequest, SamplingBatch, SamplingRequest
+
+
+def sampling_requests(vocab_size: int, device_type: str, demands: frozenset[str]) -> dict[str, OpRequest]:
+    """Slot name -> request for every stage and for ``logprobs``."""
+    return {
+        f"sampling_{stage}": SamplingRequest(
+            stage=stage, vocab_size=vocab_size, device_type=device_type, demands=demands
+        )
+        for stage in (*STAGES, "logprobs")
+    }
+
+
+@attrs.frozen(kw_only=True)
+class LogprobRows:
+    """Which of a step's sampled rows report log-probabilities.
+
+    ``raw`` and ``processed`` are ``[N']`` int64 row numbers on the device; k the number of alternatives each.
+    """
+
+    raw: torch.Tensor | None = None
+    raw_k: int = 0
+    processed: torch.Tensor | None = None
+    processed_k: int = 0
+
+
+@attrs.define(kw_only=True)
+class Sampled:
+    """Tokens ``[N]`` int64 (negative: no token could be drawn), the logits they were drawn from, log-probabilities."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    raw: LogprobsResult | None = None
+    processed: LogprobsResult | None = None
+
+
+class Sampler:
+    """Stages and draw of one engine, taken from its operator table once."""
+
+    def __init__(self, ops: Any) -> None:
+        self._stages = tuple((stage, getattr(ops, f"sampling_{stage}").run) for stage in STAGES if stage != "draw")
+        self._draw = ops.sampling_draw.run
+        self._logprobs = ops.sampling_logprobs.run
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
+        """Sample ``[N, V]`` float32 logits, which may be overwritten."""
+        kept = None if rows.raw is None else logits[rows.raw]
+        for stage, run in self._stages:
+            if stage in batch.active:
+                logits = run(logits, batch)
+        tokens = self._draw(logits, batch)
+        return Sampled(
+            tokens=tokens,
+            logits=logits,
+            raw=None if kept is None else self._logprobs(kept, tokens[rows.raw].clamp(min=0), rows.raw_k),
+            processed=None
+            if rows.processed is None
+            else self._logprobs(logits[rows.processed], tokens[rows.processed].clamp(min=0), rows.processed_k),
+        )
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsResult:
+        """Log-probabilities of given tokens (prompts)."""
+        result: LogprobsResult = self._logprobs(logits, token_ids, k)
+        return result

@@ -1,0 +1,216 @@
+"""What a user asks of the sampler, validated when it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from deepinfer_core.api import GREEDY_TEMPERATURE, InvalidRequestError
+
+MAX_INT = 2**31 - 1
+
+
+def _refuse(name: str, value: Any, expected: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={value!r}: expected {expected}")
+
+
+def _real(name: str, value: Any, low: float, high: float, expected: str, *, open_low: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refuse(name, value, expected)
+    number = float(value)
+    below = number <= low if open_low else number < low
+    if not math.isfinite(number) or below or number > high:
+        raise _refuse(name, value, expected)
+    return number
+
+
+def _whole(name: str, value: Any, low: int, high: int, expected: str) -> int:
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise _refuse(name, value, expected) from None
+    if isinstance(value, bool) or not low <= number <= high:
+        raise _refuse(name, value, expected)
+    return int(number)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    expected = "a list of token ids (integers >= 0)"
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _refuse(name, value, expected)
+    return tuple(_whole(f"{name}[{i}]", item, 0, MAX_INT, "a token id (integer >= 0)") for i, item in enumerate(value))
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+        raise _refuse(name, value, "a string or a list of strings")
+    if any(not item for item in items):
+        raise _refuse(name, value, "non-empty strings")
+    return tuple(items)
+
+
+def _logprobs(name: str, value: Any) -> int | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 1
+    return _whole(name, value, -1, MAX_INT, "None, -1 (the whole vocabulary) or a count >= 0")
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise _refuse("logit_bias", value, "a mapping of token id to bias")
+    pairs: list[tuple[int, float]] = []
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token = _whole("logit_bias key", token, 0, MAX_INT, "a token id (integer >= 0)")
+        pairs.append((token, _real(f"logit_bias[{key!r}]", bias, -1e30, 1e30, "a finite number")))
+    if len({token for token, _ in pairs}) != len(pairs):
+        raise _refuse("logit_bias", value, "each token id once")
+    return tuple(sorted(pairs))
+
+
+def _seed(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise _refuse(name, value, "an integer or None") from None
+    if isinstance(value, bool):
+        raise _refuse(name, value, "an integer or None")
+    return int(number) % 2**64
+
+
+@attrs.frozen(init=False)
+class SamplingParams:
+    """How one request is sampled. Immutable; wrong types, NaN and infinity raise InvalidRequestError here.
+
+    Args:
+        n: completions per prompt, 1 and more. Completion 0 equals the one of ``n=1``.
+        temperature: >= 0; below 1e-5 is exactly greedy (argmax, lowest id on ties).
+        top_p: in (0, 1]; 1 is off. top_k: 0 or -1 is off. min_p: in [0, 1]; 0 is off.
+        max_tokens: output tokens, >= 1, or None for all that fit the context.
+        min_tokens: output tokens before which neither EOS, stop ids nor stop strings end the request.
+        stop: strings that end the request; found across tokens. stop_token_ids: ids that do.
+        seed: any integer, taken modulo 2**64; None draws 64 random bits. ``seq_seed`` is an alias.
+        presence_penalty, frequency_penalty: -2 to 2, on output tokens; 0 is off.
+        repetition_penalty: > 0, on prompt and output tokens; 1 is off.
+        logit_bias: token id -> number added to its logit.
+        bad_words: strings never generated. allowed_token_ids: the only ids that may be.
+        logprobs, prompt_logprobs: how many best alternatives to report beside the token itself; -1 for all.
+        logprobs_mode: ``raw`` (before temperature, penalties and masks) or ``processed``.
+        ignore_eos: go on after the end-of-sequence token.
+        include_stop_str_in_output: keep the matched stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    seed: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    bad_words: tuple[str, ...]
+    allowed_token_ids: tuple[int, ...] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logprobs_mode: Literal["raw", "processed"]
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+
+    def __init__(
+        self,
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        seed: int | None = None,
+        seq_seed: int | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        bad_words: Sequence[str] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        logprobs_mode: Literal["raw", "processed"] = "raw",
+        ignore_eos: bool = False,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        if seed is not None and seq_seed is not None and seed != seq_seed:
+            raise InvalidRequestError(f"seed={seed!r} and seq_seed={seq_seed!r}: seq_seed is an alias; give one")
+        greedy = _real("temperature", temperature, 0.0, MAX_INT, "a finite number >= 0") < GREEDY_TEMPERATURE
+        limit = None if max_tokens is None else _whole("max_tokens", max_tokens, 1, MAX_INT, "an integer >= 1, or None")
+        floor = _whole("min_tokens", min_tokens, 0, MAX_INT, "an integer >= 0")
+        if limit is not None and floor > limit:
+            raise _refuse("min_tokens", min_tokens, f"at most max_tokens={limit}")
+        if logprobs_mode not in ("raw", "processed"):
+            raise _refuse("logprobs_mode", logprobs_mode, "'raw' or 'processed'")
+        top = _whole("top_k", top_k, -1, 2**63 - 1, "0 or -1 (off), or a count >= 1")
+        allowed = None if allowed_token_ids is None else _token_ids("allowed_token_ids", allowed_token_ids)
+        if allowed is not None and not allowed:
+            raise _refuse("allowed_token_ids", allowed_token_ids, "at least one id, or None")
+        self.__attrs_init__(
+            n=_whole("n", n, 1, 2**63 - 1, "an integer >= 1"),
+            temperature=0.0 if greedy else float(temperature),
+            top_p=_real("top_p", top_p, 0.0, 1.0, "a number in (0, 1]", open_low=True),
+            top_k=min(max(top, 0), MAX_INT),
+            min_p=_real("min_p", min_p, 0.0, 1.0, "a number in [0, 1]"),
+            max_tokens=limit,
+            min_tokens=floor,
+            stop=_strings("stop", stop),
+            stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
+            seed=_seed("seed", seed if seed is not None else seq_seed),
+            presence_penalty=_real("presence_penalty", presence_penalty, -2.0, 2.0, "a number in [-2, 2]"),
+            frequency_penalty=_real("frequency_penalty", frequency_penalty, -2.0, 2.0, "a number in [-2, 2]"),
+            repetition_penalty=_real(
+                "repetition_penalty", repetition_penalty, 0.0, MAX_INT, "a number > 0", open_low=True
+            ),
+            logit_bias=_logit_bias(logit_bias),
+            bad_words=_strings("bad_words", bad_words),
+            allowed_token_ids=allowed,
+            logprobs=_logprobs("logprobs", logprobs),
+            prompt_logprobs=_logprobs("prompt_logprobs", prompt_logprobs),
+            logprobs_mode=logprobs_mode,
+            ignore_eos=_flag("ignore_eos", ignore_eos),
+            include_stop_str_in_output=_flag("include_stop_str_in_output", include_stop_str_in_output),
+            skip_special_tokens=_flag("skip_special_tokens", skip_special_tokens),
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0

@@ -1,0 +1,81 @@
+"""Which sampling work each slot needs, as arrays, so that a step asks in a few array operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deepinfer_core.api import STAGES
+
+from .request import Sequence
+from .sampling_params import SamplingParams
+
+Array = np.ndarray[Any, Any]
+
+NO_LOGPROBS, RAW, PROCESSED = 0, 1, 2
+WHOLE_VOCABULARY = -1
+
+
+def stages_needed(params: SamplingParams, *, bad_words: bool, pads: bool, masks_stops: bool) -> set[str]:
+    """Names of the stages that change this request's logits."""
+    needed = {
+        "mask": pads or bad_words or masks_stops or params.allowed_token_ids is not None,
+        "bias": bool(params.logit_bias),
+        "penalties": params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1,
+        "temperature": params.temperature not in (0.0, 1.0),
+        "min_p": params.min_p > 0 and not params.is_greedy,
+        "top_k": params.top_k > 0 and not params.is_greedy,
+        "top_p": params.top_p < 1 and not params.is_greedy,
+    }
+    return {stage for stage, yes in needed.items() if yes}
+
+
+def alternatives(wanted: int, vocab_size: int) -> int:
+    """``logprobs`` as a count: -1 is the whole vocabulary."""
+    return vocab_size if wanted == WHOLE_VOCABULARY else min(wanted, vocab_size)
+
+
+class SlotNeeds:
+    """Per-slot flags. ``pads``: the logits are wider than the tokenizer, so that every row masks."""
+
+    def __init__(self, slots: int, *, vocab_size: int, pads: bool) -> None:
+        self._vocab_size = vocab_size
+        self._pads = pads
+        self._stages = np.zeros((len(STAGES), slots), bool)
+        self._logprobs = np.zeros(slots, np.int8)
+        self._k = np.zeros(slots, np.int64)
+        self.any_prompt_logprobs = False
+
+    def set(self, slot: int, sequence: Sequence) -> None:
+        request = sequence.request
+        params = request.params
+        needed = stages_needed(
+            params,
+            bad_words=bool(request.bad_word_ids),
+            pads=self._pads,
+            masks_stops=params.min_tokens > 0 and bool(request.eos_token_ids),
+        )
+        self._stages[:, slot] = [stage in needed for stage in STAGES]
+        mode = NO_LOGPROBS if params.logprobs is None else RAW if params.logprobs_mode == "raw" else PROCESSED
+        self._logprobs[slot] = mode
+        self._k[slot] = alternatives(params.logprobs or 0, self._vocab_size)
+        self.any_prompt_logprobs |= params.prompt_logprobs is not None
+
+    def active(self, slots: Array) -> frozenset[str]:
+        """Stages that some of these slots need."""
+        flags: Array = self._stages[:, slots].any(axis=1)
+        return frozenset(stage for stage, flag in zip(STAGES, flags.tolist(), strict=True) if flag)
+
+    def logprob_rows(self, slots: Array) -> tuple[Array, Array]:
+        """Row numbers among ``slots`` that report raw, and processed, log-probabilities."""
+        modes = self._logprobs[slots]
+        return np.nonzero(modes == RAW)[0], np.nonzero(modes == PROCESSED)[0]
+
+    def most_logprobs(self, slots: Array) -> int:
+        """Alternatives to compute for these slots: the largest count any of them wants."""
+        return int(self._k[slots].max(initial=0))
+
+    def logprobs_of(self, slot: int) -> int:
+        """Alternatives this slot reports."""
+        return int(self._k[slot])

@@ -1,0 +1,1 @@
+"""Built-in model families, written only against the operator contracts."""

@@ -1,0 +1,54 @@
+"""Reading config.json: each field checked, each error naming field, value and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepinfer_core.api import ConfigError
+
+
+def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer field."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {name}={value!r}: expected an integer >= 1")
+    return value
+
+
+def real(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number field."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"config.json: {name}={value!r}: expected a number > 0")
+    return float(value)
+
+
+def one_of(config: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+    """A field that must have one of a few values."""
+    value = config.get(name, default)
+    if value not in allowed:
+        raise ConfigError(f"config.json: {name}={value!r}: this model family supports {', '.join(map(repr, allowed))}")
+    return value
+
+
+def rope_fields(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """(theta, scaling) from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``.
+
+    Scaling is empty for plain rotary embedding.
+    """
+    merged = dict(config.get("rope_scaling") or {})
+    merged.update(config.get("rope_parameters") or {})
+    theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = merged.get("rope_type", merged.pop("type", "default"))
+    if kind == "default":
+        return float(theta), {}
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConfigError(f"config.json: rope_type={kind!r}: expected 'default', 'linear', 'llama3' or 'yarn'")
+    merged["rope_type"] = kind
+    merged.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    return float(theta), merged

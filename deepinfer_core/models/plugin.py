@@ -1,0 +1,22 @@
+"""Declares the built-in architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepinfer_core.api import LazyRef, ModelInfo, PluginInfo, hookimpl
+
+
+@hookimpl
+def deepinfer_plugin() -> PluginInfo:
+    return PluginInfo(name="models", help="Built-in model families: Llama and Qwen3")
+
+
+@hookimpl
+def deepinfer_models() -> Sequence[ModelInfo]:
+    return [
+        ModelInfo(
+            architectures=("LlamaForCausalLM", "Qwen3ForCausalLM"),
+            definition=LazyRef("deepinfer_core.models.dense:DenseModel"),
+        ),
+    ]

@@ -1,0 +1,43 @@
+"""Plugins: found from metadata, loaded under a guard, asked one by one, chosen by rule, frozen into tables.
+
+Reading order: discovery, selection, loader, registry, probe, choice, plan, tables.
+"""
+
+from .choice import check_slot, check_user_keys, choose
+from .claims import Kind, claimed, resolve
+from .discovery import Candidate, Discovery, discover
+from .explain import explain_plan
+from .failure import Failure
+from .loader import load_planned, load_plugins
+from .plan import plan_from_json, plan_to_json, verify_plan
+from .probe import DeviceChoice, choose_device
+from .registry import LoadedPlugin, Registry
+from .requests import request_from_data, request_to_data
+from .tables import OpTable, freeze
+
+__all__ = [
+    "Candidate",
+    "DeviceChoice",
+    "Discovery",
+    "Failure",
+    "Kind",
+    "LoadedPlugin",
+    "OpTable",
+    "Registry",
+    "check_slot",
+    "check_user_keys",
+    "choose",
+    "choose_device",
+    "claimed",
+    "discover",
+    "explain_plan",
+    "freeze",
+    "load_planned",
+    "load_plugins",
+    "plan_from_json",
+    "plan_to_json",
+    "request_from_data",
+    "request_to_data",
+    "resolve",
+    "verify_plan",
+]

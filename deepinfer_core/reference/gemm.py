@@ -1,0 +1,46 @@
+"""``gemm.linear``: merged weight ``[out, in]`` in the compute dtype, product accumulated in float32 or float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from deepinfer_core.api import BuildContext, LinearRequest
+
+from .dtypes import dtype_named, widen
+
+
+@attrs.frozen
+class PackedLinear:
+    """``weight [out_features, in_features]`` and ``bias [out_features]`` or None, in the compute dtype."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Linear:
+    """``y = x @ W.T (+ bias)``; the bias is added before the result is rounded to ``out_dtype``."""
+
+    def __init__(self, request: LinearRequest, context: BuildContext) -> None:
+        self._dtype = dtype_named(request.dtype)
+        self._out_dtype = dtype_named(request.out_dtype)
+        self._shape = (request.out_features, request.in_features)
+        self._device = context.device
+
+    def prepare(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> PackedLinear:
+        """Stack ``[out_i, in_features]`` parts along the output; a single part already in place is used as it is."""
+        parts = [self._placed(part) for part in weights]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if tuple(weight.shape) != self._shape:
+            raise ValueError(f"linear weight has shape {tuple(weight.shape)}; the request says {self._shape}")
+        return PackedLinear(weight, None if bias is None else self._placed(bias))
+
+    def run(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
+        """``[M, in_features]`` -> ``[M, out_features]`` in ``out_dtype``."""
+        bias = None if weight.bias is None else widen(weight.bias)
+        return torch.nn.functional.linear(widen(x), widen(weight.weight), bias).to(self._out_dtype)
+
+    def _placed(self, part: torch.Tensor) -> torch.Tensor:
+        return part.to(device=self._device, dtype=self._dtype)

@@ -1,0 +1,113 @@
+"""What the reference backend offers: one fallback provider for every operator, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepinfer_core.api import (
+    STAGES,
+    DeviceInfo,
+    LazyRef,
+    OpRequest,
+    PluginInfo,
+    Provider,
+    RopeRequest,
+    SamplingRequest,
+    Supports,
+    hookimpl,
+    no,
+    yes,
+)
+
+LAYOUT = "paged"
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# Every operator treats rows one by one and knows each row's position, so several rows of one request are no
+# special case; none picks an algorithm at random.
+COMMON_CAPS = frozenset({"deterministic", "spec_verify"})
+STATE_CAPS = COMMON_CAPS | {"device_state"}
+
+_STAGE_TARGETS = {
+    "mask": "mask:Mask",
+    "bias": "stages:Bias",
+    "penalties": "stages:Penalties",
+    "temperature": "stages:Temperature",
+    "min_p": "stages:MinP",
+    "top_k": "stages:TopK",
+    "top_p": "stages:TopP",
+    "draw": "draw:Draw",
+    "logprobs": "logprobs:Logprobs",
+}
+
+
+def _always(_: OpRequest) -> Supports:
+    return yes(0)
+
+
+def _provider(name: str, op: str, target: str, caps: frozenset[str], supports: Any = _always) -> Provider:
+    build = LazyRef(f"deepinfer_core.reference.{target}")
+    return Provider(name=name, op=op, build=build, caps=caps, supports=supports, fallback=True)
+
+
+def _supports_rope(request: RopeRequest) -> Supports:
+    kind = request.scaling.get("rope_type", request.scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        return no(f"rope_type {kind!r} is not defined; known: {', '.join(ROPE_TYPES)}")
+    return yes(0)
+
+
+def _stage(name: str) -> Provider:
+    def supports(request: SamplingRequest) -> Supports:
+        return yes(0) if request.stage == name else no(f"serves stage {name!r}, not {request.stage!r}")
+
+    return _provider(name, SamplingRequest.op, _STAGE_TARGETS[name], STATE_CAPS, supports)
+
+
+@hookimpl
+def deepinfer_plugin() -> PluginInfo:
+    return PluginInfo(name="reference", help="every operator in plain torch, on any torch device")
+
+
+@hookimpl
+def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
+    caps = COMMON_CAPS | {f"kv_layout:{LAYOUT}"}
+    return [
+        _provider("write_kv", "attention.write_kv", "attention:WriteKV", caps),
+        _provider("paged_attention", "attention.paged", "attention:Paged", caps),
+    ]
+
+
+@hookimpl
+def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
+    return [_provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS)]
+
+
+@hookimpl
+def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("rms_norm", "pointwise.rms_norm", "pointwise:RmsNorm", COMMON_CAPS),
+        _provider("rope", "pointwise.rope", "rope:Rope", COMMON_CAPS, _supports_rope),
+        _provider("swiglu", "pointwise.swiglu", "pointwise:Swiglu", COMMON_CAPS),
+        _provider("embedding", "pointwise.embedding", "pointwise:Embedding", COMMON_CAPS),
+    ]
+
+
+@hookimpl
+def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
+    return [_stage(name) for name in (*STAGES, "logprobs")]
+
+
+@hookimpl
+def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("input_ids", "runner.input_ids", "runner_ops:InputIds", STATE_CAPS),
+        _provider("slot_mapping", "runner.slot_mapping", "runner_ops:SlotMapping", STATE_CAPS),
+        _provider("append_tokens", "runner.append_tokens", "runner_ops:AppendTokens", STATE_CAPS),
+    ]
+
+
+@hookimpl
+def deepinfer_kv_layout(device: DeviceInfo) -> Sequence[Provider]:
+    # The name is the layout's: attention providers answer to it with the cap kv_layout:paged.
+    return [_provider(LAYOUT, "kv_layout.paged", "kv_layout:PagedLayout", COMMON_CAPS)]
