@@ -24,11 +24,8 @@ def explain(options: EngineOptions, as_json: bool) -> None:
 
     Without --model: the settings, the plugins and the device.
     """
-    from deepinfer_core.config import shown_values
-
     config = options.load()
     decided = _without_model(config) if config.model.path is None else _with_model(config, config.model.path)
-    decided["config"] = [attrs.asdict(row) for row in shown_values(config)]
     if as_json:
         print_json(decided)
     else:
@@ -37,15 +34,14 @@ def explain(options: EngineOptions, as_json: bool) -> None:
 
 def _with_model(config: EngineConfig, model: str) -> dict[str, Any]:
     from deepinfer_core.checkpoint import open_checkpoint
+    from deepinfer_core.engine.llm import explain as explain_engine
     from deepinfer_core.engine.planning import make_plan
-    from deepinfer_core.plugins import explain_plan
 
     with open_checkpoint(model) as checkpoint:
         planned = make_plan(config, checkpoint)
     plan = planned.plan
     return {
-        "plan": attrs.asdict(plan),
-        "rows": explain_plan(plan),
+        **explain_engine(plan, config),
         "facts": {
             "model": str(checkpoint.path),
             "architecture": planned.spec.architecture,
@@ -62,6 +58,7 @@ def _with_model(config: EngineConfig, model: str) -> dict[str, Any]:
 
 
 def _without_model(config: EngineConfig) -> dict[str, Any]:
+    from deepinfer_core.config import shown_values
     from deepinfer_core.engine.planning import open_registry
     from deepinfer_core.plugins import choose_device
 
@@ -75,6 +72,7 @@ def _without_model(config: EngineConfig) -> dict[str, Any]:
             "devices": device.count,
         },
         "plugins": [attrs.asdict(record) for record in registry.records],
+        "config": [attrs.asdict(row) for row in shown_values(config)],
     }
 
 

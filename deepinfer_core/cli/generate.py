@@ -67,8 +67,7 @@ def generate(
     with LLM(config.model.path, config=config) as llm:
         if stream:
             return _stream(llm, items, params, as_json=as_json)
-        progress = config.logging.progress and len(items) > 1 and sys.stderr.isatty()
-        return _print_results(_complete(llm, items, params, progress=progress), as_json=as_json)
+        return _print_results(_complete(llm, items, params), as_json=as_json)
 
 
 def _sampling_params(arguments: Mapping[str, Any], item: PromptItem) -> SamplingParams:
@@ -86,20 +85,18 @@ def _sampling_params(arguments: Mapping[str, Any], item: PromptItem) -> Sampling
         raise InvalidRequestError(f"{item.origin}: {error}" if item.origin else str(error)) from None
 
 
-def _complete(
-    llm: Any, items: Sequence[PromptItem], params: Sequence[SamplingParams], *, progress: bool
-) -> list[RequestOutput]:
+def _complete(llm: Any, items: Sequence[PromptItem], params: Sequence[SamplingParams]) -> list[RequestOutput]:
     """Results in the order of ``items``; conversations and plain prompts run as one batch each."""
     chats = [place for place, item in enumerate(items) if item.messages is not None]
     plains = [place for place, item in enumerate(items) if item.messages is None]
     results: dict[int, RequestOutput] = {}
     if plains:
         prompts = [items[place].prompt for place in plains]
-        found = llm.generate(prompts, [params[place] for place in plains], progress=progress)
+        found = llm.generate(prompts, [params[place] for place in plains])
         results.update(zip(plains, found, strict=True))
     if chats:
         conversations = [items[place].messages for place in chats]
-        found = llm.chat(conversations, [params[place] for place in chats], progress=progress)
+        found = llm.chat(conversations, [params[place] for place in chats])
         results.update(zip(chats, found, strict=True))
     return [results[place] for place in range(len(items))]
 
@@ -137,7 +134,7 @@ def _stream(llm: Any, items: Sequence[PromptItem], params: Sequence[SamplingPara
 
 
 def _deltas(llm: Any, item: PromptItem, params: SamplingParams) -> Iterator[StreamDelta]:
-    prompt = item.prompt if item.messages is None else {"messages": item.messages}
+    prompt = item.prompt if item.messages is None else llm.chat_prompt(item.messages)[0]
     deltas: Iterator[StreamDelta] = llm.stream(prompt, params)
     return deltas
 

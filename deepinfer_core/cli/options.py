@@ -28,8 +28,7 @@ class EngineOptions:
     def load(self) -> EngineConfig:
         """The configuration from all sources. An option of its own wins over ``--set``."""
         from deepinfer_core.config import load_config, override
-
-        from .logs import log_to_stderr
+        from deepinfer_core.engine.logs import configure_logging
 
         config = load_config(file=self.config_file, sets=self.sets)
         block = (*config.plugins.block, *self.no_plugin) if self.no_plugin else None
@@ -42,7 +41,7 @@ class EngineOptions:
         ):
             if value is not None:
                 config = override(config, {path: value}, source=option)
-        log_to_stderr(config.logging)
+        configure_logging(config.logging)
         return config
 
 

@@ -6,9 +6,8 @@ import click
 
 from deepinfer_core.api import PluginError
 from deepinfer_core.config import load_config
+from deepinfer_core.engine.logs import configure_logging
 from deepinfer_core.plugins import claimed, load_plugins, resolve
-
-from .logs import log_to_stderr
 
 
 def find_command(name: str) -> click.Command | None:
@@ -18,7 +17,7 @@ def find_command(name: str) -> click.Command | None:
         PluginError: two plugins have it, or the one that has it cannot be used.
     """
     config = load_config()
-    log_to_stderr(config.logging)
+    configure_logging(config.logging)
     plugins = config.plugins
     registry = load_plugins(plugins.allow, plugins.block, strict=plugins.strict, files=plugins.paths)
     if name not in claimed(registry, "command"):

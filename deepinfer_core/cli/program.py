@@ -6,6 +6,8 @@ from difflib import get_close_matches
 
 import click
 
+from deepinfer_core import __version__
+
 BUILT_IN = {
     "generate": ("Write text with a model.", "deepinfer_core.cli.generate:generate"),
     "plugins": ("List installed plugins, and why one is not used.", "deepinfer_core.cli.plugins:plugins"),
@@ -50,9 +52,7 @@ class Program(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from deepinfer_core.plugins import core_version
-
-        click.echo(f"deepinfer {core_version()}")
+        click.echo(f"deepinfer {__version__}")
         ctx.exit()
 
 

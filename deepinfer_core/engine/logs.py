@@ -14,7 +14,11 @@ def configure_logging(config: LoggingConfig) -> None:
     """Apply ``logging.level`` and ``logging.format``, unless the application configured structlog itself."""
     if structlog.is_configured():
         return
-    renderer = structlog.processors.JSONRenderer() if config.format == "json" else structlog.dev.ConsoleRenderer()
+    renderer = (
+        structlog.processors.JSONRenderer()
+        if config.format == "json"
+        else structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

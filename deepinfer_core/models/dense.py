@@ -297,7 +297,7 @@ class DenseModel:
         plans: dict[str, Any] = {
             kind: getattr(self.ops, f"attention_{kind}").plan(batch.layouts[kind]) for kind in self._kinds
         }
-        plans["rope"] = ops.rope.plan(batch.positions)
+        plans["rope"] = self.ops.rope.plan(batch.positions)
         return plans
 
     def forward(self, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from deepinfer_core.api import CheckpointError
 from deepinfer_core.checkpoint import GGUFMetadata
 
-from .hugging_face import surround
 from .tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
@@ -79,7 +79,7 @@ def load_gguf(metadata: GGUFMetadata) -> Tokenizer | None:
     roles = _roles(metadata, tokens)
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", splitting.adds_bos)
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    surround(
+    _surround(
         backend,
         before=roles.get("bos_token") if adds_bos else None,
         after=roles.get("eos_token") if adds_eos else None,
@@ -117,6 +117,15 @@ def _byte_level_bpe(metadata: GGUFMetadata, tokens: list[str], splitting: _Split
             added = tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
             backend.add_tokens([added])
     return backend
+
+
+def _surround(backend: tokenizers.Tokenizer, *, before: str | None, after: str | None) -> None:
+    """Make ``backend`` put token ``before`` in front of a text and ``after`` behind it."""
+    tokens = [token for token in (before, after) if token is not None]
+    single = [token for token in (before, "$A", after) if token is not None]
+    backend.post_processor = TemplateProcessing(
+        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(tokens)]
+    )
 
 
 def _roles(metadata: GGUFMetadata, tokens: list[str]) -> dict[str, str]:

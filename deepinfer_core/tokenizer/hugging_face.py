@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from deepinfer_core.api import CheckpointError
 from deepinfer_core.checkpoint.json_files import read_optional_json_object
@@ -24,6 +23,9 @@ def load_directory(
     directory: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any]
 ) -> Tokenizer | None:
     """The tokenizer of ``directory``; None when it has none.
+
+    What is put around a text (BOS) is tokenizer.json's to say: as in Hugging Face's own loader, ``add_bos_token`` in
+    tokenizer_config.json does not count beside it.
 
     Raises CheckpointError for a damaged file, or when only files of an unconverted tokenizer are there.
     """
@@ -45,7 +47,6 @@ def load_directory(
     _add_listed_tokens(backend, settings)
     roles = {role: text for role in ROLES if (text := _text(settings.get(role) or special_map.get(role)))}
     _mark_special(backend, [*roles.values(), *_extra_special(settings, special_map)])
-    _set_surrounding_tokens(backend, settings, roles)
     eos = list(_ids(generation_config.get("eos_token_id")))
     if "eos_token" in roles:
         eos += _ids(backend.token_to_id(roles["eos_token"]))
@@ -97,27 +98,6 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [text for text in dict.fromkeys(texts) if text not in special]
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in missing])
-
-
-def _set_surrounding_tokens(
-    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], roles: Mapping[str, str]
-) -> None:
-    """An explicit ``add_bos_token`` or ``add_eos_token`` replaces what tokenizer.json puts around a text."""
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        surround(
-            backend,
-            before=roles.get("bos_token") if settings.get("add_bos_token") else None,
-            after=roles.get("eos_token") if settings.get("add_eos_token") else None,
-        )
-
-
-def surround(backend: tokenizers.Tokenizer, *, before: str | None, after: str | None) -> None:
-    """Make ``backend`` put token ``before`` in front of a text and ``after`` behind it."""
-    tokens = [token for token in (before, after) if token is not None]
-    single = [token for token in (before, "$A", after) if token is not None]
-    backend.post_processor = TemplateProcessing(
-        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(tokens)]
-    )
 
 
 def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -24,7 +24,7 @@ def pair(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", SMALL)
 def test_the_best_token_at_any_seed(temperature: float, dtype: torch.dtype) -> None:
     for seed in range(10):
-        rows = [{"temperature": temperature, "seed": seed}, {"seed": seed}]
+        rows: list[dict[str, float]] = [{"temperature": temperature, "seed": seed}, {"seed": seed}]
         assert int(through(STAGES, pair(dtype), step(rows))[0]) == 1
 
 

@@ -47,13 +47,17 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.closed = True
 
-    def generate(self, prompts: list[Any], params: list[SamplingParams], *, progress: bool) -> list[RequestOutput]:
+    def generate(self, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
         self.calls.append(("generate", prompts, params))
         return [self._output(f"<{prompt}>", param) for prompt, param in zip(prompts, params, strict=True)]
 
-    def chat(self, messages: list[Any], params: list[SamplingParams], *, progress: bool) -> list[RequestOutput]:
+    def chat(self, messages: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
         self.calls.append(("chat", messages, params))
         return [self._output(f"chat<{m[-1]['content']}>", p) for m, p in zip(messages, params, strict=True)]
+
+    def chat_prompt(self, messages: list[Any]) -> tuple[list[int], str]:
+        self.calls.append(("chat_prompt", messages, None))
+        return [5, 6], "rendered"
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[StreamDelta]:
         self.calls.append(("stream", prompt, params))

@@ -214,6 +214,14 @@ def test_stream_writes_deltas(run: Run, fake_llm: type[FakeLLM]) -> None:
     assert run(*MODEL, "--stream", "--prompt", "a").out == "one two\n"
 
 
+def test_stream_of_a_chat_takes_the_rendered_prompt(run: Run, fake_llm: type[FakeLLM]) -> None:
+    run(*MODEL, "--stream", "--chat", "--prompt", "hi")
+    assert [(name, prompt) for name, prompt, _ in asked(fake_llm)] == [
+        ("chat_prompt", [{"role": "user", "content": "hi"}]),
+        ("stream", [5, 6]),
+    ]
+
+
 def test_stream_as_json_is_one_object_per_delta(run: Run, fake_llm: type[FakeLLM]) -> None:
     out = run(*MODEL, "--stream", "--json", "--prompt", "a", "--prompt", "b").out
     deltas = [json.loads(line) for line in out.splitlines()]

@@ -67,7 +67,7 @@ class Scene:
         self, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One row and one head at a time, in float64."""
-        rows = []
+        rows: list[torch.Tensor] = []
         for request, (length, context) in enumerate(zip(self.queries, self.contexts, strict=True)):
             for position in range(context - length, context):
                 query = self.query[len(rows)].double()

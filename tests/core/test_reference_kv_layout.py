@@ -14,7 +14,8 @@ ENTRIES = (CacheEntry("key", (2, 8), "bfloat16"), CacheEntry("index", (3,), "flo
 
 
 def paged(block_size: int = 16, **changes: Any) -> Any:
-    group = CacheGroupSpec(**({"name": "full", "layers": 3, "entries": ENTRIES} | changes))
+    fields: dict[str, Any] = {"name": "full", "layers": 3, "entries": ENTRIES}
+    group = CacheGroupSpec(**(fields | changes))
     return operator(KVLayoutRequest(group=group, block_size=block_size))
 
 

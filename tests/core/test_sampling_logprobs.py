@@ -42,12 +42,12 @@ tied_rows = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(tied_rows, st.integers(0, 6), st.integers(0, 5))
-def test_order_and_rank_equal_a_sort(rows: list[list[float]], k: int, token: int) -> None:
-    result = logprobs(torch.tensor(rows), [token] * len(rows), k)
+def test_order_and_rank_equal_a_sort(rows: list[list[float]], k: int, chosen: int) -> None:
+    result = logprobs(torch.tensor(rows), [chosen] * len(rows), k)
     for index, row in enumerate(rows):
-        order = sorted(range(6), key=lambda t, row=row: (-row[t], t))
+        order = [token for _, token in sorted((-score, token) for token, score in enumerate(row))]
         assert result.top_ids[index].tolist() == order[:k]
-        assert int(result.rank[index]) == order.index(token) + 1
+        assert int(result.rank[index]) == order.index(chosen) + 1
 
 
 def test_no_alternatives() -> None:

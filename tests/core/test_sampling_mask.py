@@ -92,7 +92,11 @@ def test_a_bad_word_longer_than_the_history_is_not_masked() -> None:
 
 
 def test_bad_words_of_one_row_do_not_reach_another() -> None:
-    rows = [{"prompt": [5], "bad_words": [[5, 7], [8]]}, {"prompt": [5], "bad_words": [[9]]}, {"prompt": [5]}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": [5], "bad_words": [[5, 7], [8]]},
+        {"prompt": [5], "bad_words": [[9]]},
+        {"prompt": [5]},
+    ]
     assert survivors(rows) == [[t for t in range(V) if t not in gone] for gone in ((7, 8), (9,), ())]
 
 

@@ -37,7 +37,8 @@ assistant:
     "namespace": """{%- set ns = namespace(last='', n=0) -%}
 {%- for m in messages -%}{%- set ns.last = m.content -%}{%- set ns.n = ns.n + 1 -%}{%- endfor -%}
 {{ ns.n }} {{ ns.last }}""",
-    "macro": "{% macro turn(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+    "macro": """{% macro turn(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}
+{% for m in messages %}{{ turn(m) }}{% endfor %}""",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}",
     "absent variables": "{{ nothing }}{% if tools is not none %}tools{% endif %}{% if documents %}docs{% endif %}.",
     "slices": "{{ messages[0].content[:5] }}{{ messages[1:][0]['content'].split(' ')[-1] }}{{ messages | length }}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,6 @@ AWKWARD = [
 
 def vocabulary() -> tuple[list[str], list[str]]:
     """Tokens and merges ("a b") of the trained sample tokenizer, its special token first."""
-    import json
-
     backend = trained_byte_level()
     base = backend.get_vocab(with_added_tokens=False)
     merges = json.loads(backend.to_str())["model"]["merges"]
