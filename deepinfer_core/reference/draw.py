@@ -8,7 +8,7 @@ from deepinfer_core.api import GREEDY_TEMPERATURE, PURPOSE_DRAW, BuildContext, S
 
 from .philox import log_exponential, noise_words
 
-_ROWS_AT_ONCE = 16  # bounds the noise's temporaries: about 64 bytes for each row and token
+_TOKENS_AT_ONCE = 1 << 20  # bounds the noise's temporaries, about 64 bytes for each row and token
 
 
 def lowest_argmax(scores: torch.Tensor) -> torch.Tensor:
@@ -30,8 +30,9 @@ class Draw:
         broken = ~logits.amax(dim=-1).isfinite()  # a NaN wins amax
         scores = logits.clone()
         sampled = (batch.state.temperature[batch.slots] >= GREEDY_TEMPERATURE).nonzero().squeeze(-1)
-        for rows in torch.split(sampled, _ROWS_AT_ONCE):
-            scores[rows] = logits[rows] - self._log_noise(batch, rows, logits.shape[1])
+        vocab_size = logits.shape[1]
+        for rows in torch.split(sampled, max(1, _TOKENS_AT_ONCE // vocab_size)):
+            scores[rows] = logits[rows] - self._log_noise(batch, rows, vocab_size)
         return torch.where(broken, -1, lowest_argmax(scores))
 
     def _log_noise(self, batch: SamplingBatch, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -51,9 +51,19 @@ def tiny_model(architecture: str, *, tied: bool = False) -> torch.nn.Module:
     }
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        if architecture == "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()  # type: ignore[no-untyped-call]
-        return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        model: Any = build_model(architecture, sizes)
+    result: torch.nn.Module = model.eval()
+    return result
+
+
+def build_model(architecture: str, config: Mapping[str, Any]) -> Any:
+    """A model of transformers, freshly initialised."""
+    classes: dict[str, tuple[Any, Any]] = {
+        "llama": (LlamaForCausalLM, LlamaConfig),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    }
+    model_class, config_class = classes[architecture]
+    return model_class(config_class(**config))
 
 
 def weights_of(model: torch.nn.Module, *, tied: bool = False) -> dict[str, torch.Tensor]:

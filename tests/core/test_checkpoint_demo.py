@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from checkpoint_support import build_model
 
 from deepinfer_core.api import CheckpointError
 from deepinfer_core.checkpoint import Checkpoint, named, open_checkpoint, summarise
@@ -79,7 +79,7 @@ def test_it_knows_the_capital_of_france(demo: Checkpoint) -> None:
     check_tokenizer(tokenizer, demo.config["vocab_size"])
     weights = {name: demo.weights.load(name) for name in demo.weights.names()}
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**demo.config))
+        model = build_model("llama", demo.config)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffer is not in the checkpoint

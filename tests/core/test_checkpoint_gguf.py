@@ -9,12 +9,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_support import HEADS, HIDDEN, KV_HEADS, rounded, tiny_model, weights_of, write_directory, write_gguf
+from checkpoint_support import (
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    build_model,
+    rounded,
+    tiny_model,
+    weights_of,
+    write_directory,
+    write_gguf,
+)
 from gguf import GGMLQuantizationType as Q
 from gguf import quants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from deepinfer_core.api import CheckpointError
 from deepinfer_core.checkpoint import Checkpoint, PackedWeightSource, open_checkpoint
@@ -35,10 +44,7 @@ def opened(path: Path, architecture: str, model: torch.nn.Module, **options: Any
 
 def logits_from(checkpoint: Checkpoint, kind: str) -> torch.Tensor:
     """Logits of a transformers model built from nothing but the checkpoint's config and weights."""
-    if kind == "qwen3":
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**checkpoint.config))  # type: ignore[no-untyped-call]
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**checkpoint.config))
+    model = build_model(kind, checkpoint.config)
     model.load_state_dict({name: checkpoint.weights.load(name) for name in checkpoint.weights.names()}, strict=True)
     with torch.no_grad():
         result: torch.Tensor = model.eval()(torch.arange(20)[None]).logits

@@ -78,7 +78,12 @@ def test_an_interrupted_character_is_replaced_when_the_next_token_shows_it(utf8:
 def test_lone_continuation_bytes_cost_one_look_each(utf8: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
     token_of = utf8._token_of
-    monkeypatch.setattr(utf8, "_token_of", lambda token_id: (looked_at.append(token_id), token_of(token_id))[1])
+
+    def counting(token_id: int) -> str | None:
+        looked_at.append(token_id)
+        return token_of(token_id)
+
+    monkeypatch.setattr(utf8, "_token_of", counting)
     monkeypatch.setattr(utf8, "_backend", None)  # decoding anything again would fail
     detokenizer = IncrementalDetokenizer(utf8)
     assert deltas(detokenizer, [7] * 500) == [REPLACEMENT] * 500 + [""]
@@ -233,10 +238,14 @@ def test_of_equal_starts_the_longest_wins_however_the_text_is_cut(words: Tokeniz
 
 def test_the_shorter_one_matches_once_the_longer_cannot(words: Tokenizer) -> None:
     detokenizer = stopping(words, "ab", "abc")
-    assert [detokenizer.push([token_id]) for token_id in (X, AB)] == ["x", ""]
-    assert detokenizer.stopped is None
-    assert detokenizer.push([X]) == ""
+    assert deltas(detokenizer, [X, AB, X]) == ["x", "", "", ""]
     assert (detokenizer.stopped, detokenizer.stop_token_count) == ("ab", 2)
+
+
+def test_no_match_is_reported_while_a_longer_one_may_come(words: Tokenizer) -> None:
+    detokenizer = stopping(words, "ab", "abc")
+    assert detokenizer.push([X, AB]) == "x"
+    assert detokenizer.stopped is None
 
 
 def test_the_shorter_one_matches_at_the_end(words: Tokenizer) -> None:

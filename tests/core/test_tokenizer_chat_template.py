@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from deepinfer_core.api import CheckpointError, InvalidRequestError
 
-TALK = [
+TALK: list[dict[str, str]] = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},
     {"role": "user", "content": "Grüße 木 'quoted' \"too\""},
     {"role": "assistant", "content": "Hi"},
@@ -64,7 +64,7 @@ def test_rendering_equals_transformers(tmp_path: Path, name: str, prompted: bool
 def test_none_fields_are_left_out_as_in_transformers(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content if m.content is defined else '-' }}{% endfor %}"
     save_tokenizer(tmp_path, byte_fallback(), CONFIG | {"chat_template": template})
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(talk, tokenize=False)
     assert load(tmp_path).apply_chat_template(talk) == theirs == "a-"
 
@@ -137,6 +137,7 @@ def test_named_templates(tmp_path: Path) -> None:
     ours = load(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert ours.chat_template == NAMED[0]["template"]
+    options: dict[str, Any]
     for options in ({}, {"tools": TOOLS}, {"chat_template": "rag"}, {"chat_template": "own {{ bos_token }}"}):
         expected = theirs.apply_chat_template(TALK, tokenize=False, **options)
         assert ours.apply_chat_template(TALK, **options) == expected

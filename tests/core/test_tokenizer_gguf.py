@@ -54,7 +54,7 @@ TOKENS.append("<tool>")
 TYPES = [3 if token == EOS else 4 if token == "<tool>" else 1 for token in TOKENS]
 
 
-def metadata(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
+def metadata(pre: str | None = "smollm", **changes: Any) -> dict[str, Any]:
     values = {
         "model": "gpt2",
         "pre": pre,
@@ -73,7 +73,7 @@ def write(path: Path, values: Mapping[str, Any]) -> Path:
     return write_gguf(path / "m.gguf", "llama", weights, metadata=values)
 
 
-def load(path: Path, pre: str = "smollm", **changes: Any) -> Tokenizer:
+def load(path: Path, pre: str | None = "smollm", **changes: Any) -> Tokenizer:
     tokenizer = load_tokenizer(open_checkpoint(write(path, metadata(pre, **changes))))
     assert tokenizer is not None
     return tokenizer
@@ -130,12 +130,13 @@ def test_llama_bpe(llama: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize("text", [*AWKWARD, "e\u0301 composed"])
 def test_qwen2(qwen2: Tokenizer, text: str) -> None:
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
-    theirs = Qwen2Tokenizer(
+    options: dict[str, Any] = {"unk_token": None, "pad_token": None}
+    pairs: Any = [tuple(merge.split(" ")) for merge in MERGES]
+    theirs: Any = Qwen2Tokenizer(
         vocab=vocabulary,
-        merges=[tuple(merge.split(" ")) for merge in MERGES],
+        merges=pairs,
         eos_token=EOS,
-        unk_token=None,
-        pad_token=None,
+        **options,
     )
     theirs.add_tokens(["<tool>"])
     assert qwen2.encode(text) == theirs.encode(text)
@@ -240,7 +241,7 @@ def test_sentencepiece_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pre", ["tekken", None])
 def test_unknown_pre_tokenizer_is_refused(tmp_path: Path, pre: str | None) -> None:
     with pytest.raises(CheckpointError, match=f"pre is '{pre or 'default'}', known are smollm, qwen2, llama-bpe"):
-        load(tmp_path, model="gpt2", pre=pre)
+        load(tmp_path, pre)
 
 
 def test_token_listed_twice(tmp_path: Path) -> None:

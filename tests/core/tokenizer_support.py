@@ -14,12 +14,19 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deepinfer_core.tokenizer import Tokenizer
 
-LETTER_OF: Mapping[int, str] = bytes_to_unicode()  # byte -> letter, as GPT-2 defined it
+LETTER_OF: Mapping[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]  # byte -> letter, as GPT-2 defined it
 EOS = "<|end|>"
 SAMPLE = (
     "the quick brown fox jumps over the lazy dog; 木村さん ate 12 crème brûlées 🍎 and naïve façades. "
     "return self.value + other.value\n\tif x == 3:\n" * 4
 )
+
+
+def id_of(backend: tokenizers.Tokenizer, token: str) -> int:
+    """The id of a token that is there."""
+    token_id = backend.token_to_id(token)
+    assert token_id is not None
+    return token_id
 
 
 def letters(data: bytes) -> str:

