@@ -65,6 +65,10 @@ class WriteKVRequest(OpRequest):
     cache_dtype: str
     block_size: int
 
+    @property
+    def cache_groups(self) -> tuple[str, ...]:
+        return (self.cache_group,)
+
 
 class WriteKV(Protocol):
     """Scatter new keys and values into their cache rows."""
@@ -107,6 +111,10 @@ class PagedAttentionRequest(OpRequest):
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+
+    @property
+    def cache_groups(self) -> tuple[str, ...]:
+        return (self.cache_group,)
 
 
 class PagedAttention(Protocol):

@@ -18,6 +18,7 @@ from .model import ModelInfo
 from .plan import EnginePlan, Objection, PluginInfo
 from .provider import Provider
 from .scheduling import PolicyInfo
+from .speculation import DrafterInfo
 
 PROJECT = "deepinfer"
 API_VERSION = (1, 0)
@@ -48,6 +49,11 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[em
 
 
 @hookspec
+def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
+    """Providers of ``moe.*`` operators for the chosen device: routing, and moving rows between experts."""
+
+
+@hookspec
 def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
     """Providers of ``pointwise.*`` operators for the chosen device."""
 
@@ -75,6 +81,11 @@ def deepinfer_scheduling() -> Sequence[PolicyInfo]:  # type: ignore[empty-body]
 @hookspec
 def deepinfer_models() -> Sequence[ModelInfo]:  # type: ignore[empty-body]
     """Architectures you can run."""
+
+
+@hookspec
+def deepinfer_speculation() -> Sequence[DrafterInfo]:  # type: ignore[empty-body]
+    """Drafters that users may name in ``speculation.method``. Provisional."""
 
 
 @hookspec

@@ -8,7 +8,7 @@ that table to :meth:`ModelDefinition.build`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
@@ -78,6 +78,7 @@ class ModelOptions:
         device_type: torch device type.
         demands: demands added to every operator request.
         stored: dtype name of each checkpoint tensor (``TensorInfo.dtype``), for weight operators' requests.
+        qdq: simulated quantisation of cached values; ``auto``: on iff the checkpoint has a quantization_config.
     """
 
     dtype: str
@@ -86,6 +87,7 @@ class ModelOptions:
     device_type: str
     demands: frozenset[str] = frozenset()
     stored: Mapping[str, str] = attrs.field(factory=dict)
+    qdq: Literal["auto", "on", "off"] = "auto"
 
 
 @attrs.frozen(kw_only=True)

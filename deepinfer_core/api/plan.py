@@ -80,7 +80,7 @@ class EnginePlan:
         accelerator: backend name; device: its probe's answer, as plain data.
         plugins: loaded plugins, by name.
         choices: one per slot, in slot order.
-        policy: scheduling policy, ``plugin:name``.
+        policy: scheduling policy, ``plugin:name``; drafter: likewise, or None.
         features: names of switched-on features. facts: device and library facts, for display.
     """
 
@@ -91,6 +91,7 @@ class EnginePlan:
     plugins: tuple[PluginRecord, ...]
     choices: tuple[Choice, ...]
     policy: str
+    drafter: str | None = None
     features: tuple[str, ...] = ()
     facts: Mapping[str, str] = attrs.field(factory=dict)
 

@@ -41,12 +41,13 @@ class RmsNorm(Protocol):
 
 @attrs.frozen(kw_only=True)
 class RopeRequest(OpRequest):
-    """Rotary position embedding on the first ``rotary_dim`` channels of each head.
+    """Rotary position embedding on ``rotary_dim`` channels of each head.
 
     Attributes:
         head_dim, rotary_dim: channels; ``rotary_dim`` is even.
         theta: base.
         interleaved: True pairs channels (2i, 2i+1); False pairs (i, i + rotary_dim/2).
+        trailing: True rotates the last ``rotary_dim`` channels, False the first.
         scaling: Hugging Face ``rope_scaling`` fields (``rope_type`` of ``linear``, ``llama3`` or ``yarn``), or empty.
         max_positions: largest position + 1.
     """
@@ -59,6 +60,7 @@ class RopeRequest(OpRequest):
     dtype: str
     max_positions: int
     interleaved: bool = False
+    trailing: bool = False
     scaling: Mapping[str, Any] = attrs.field(factory=dict)
 
 
@@ -69,8 +71,11 @@ class Rope(Protocol):
         """``[T]`` int64 -> tables shared by all layers of the step."""
         ...
 
-    def run(self, x: torch.Tensor, plan: Any) -> torch.Tensor:
-        """``[T, heads, head_dim]`` -> same shape and dtype, fresh memory. Capturable."""
+    def run(self, x: torch.Tensor, plan: Any, inverse: bool = False) -> torch.Tensor:
+        """``[T, heads, head_dim]`` -> same shape and dtype, fresh memory. Capturable.
+
+        ``inverse`` rotates by the negative angle, with the same factor on cos and sin.
+        """
         ...
 
 

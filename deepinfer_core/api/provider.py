@@ -82,6 +82,11 @@ class OpRequest:
         if not echoed <= self.demands:
             object.__setattr__(self, "demands", self.demands | echoed)
 
+    @property
+    def cache_groups(self) -> tuple[str, ...]:
+        """Cache groups read or written. The engine adds the demand ``kv_layout:<layout>`` for each."""
+        return ()
+
 
 @attrs.frozen
 class Supports:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from deepinfer_core.api import CheckpointError
 
 from .gguf_file import GGUFFile
+
+_Number = TypeVar("_Number", int, float)
 
 ARCHITECTURES: Mapping[str, str] = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF architecture -> the config.json entry that serves it."""
@@ -31,20 +33,20 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     architecture = gguf_architecture(file)
     metadata = file.metadata
 
-    def required(key: str) -> Any:
-        return metadata.require(f"{architecture}.{key}")
+    def size(key: str, default: int | None = None) -> int:
+        return _number(file, f"{architecture}.{key}", default, int)
 
-    def optional(key: str, default: Any) -> Any:
-        return metadata.get(f"{architecture}.{key}", default)
+    def real(key: str, default: float | None = None) -> float:
+        return _decimal(_number(file, f"{architecture}.{key}", default, float))
 
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
-    if optional("expert_count", 0):
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{file.path}: the matrix 'token_embd.weight' is missing")
+    if metadata.get(f"{architecture}.expert_count", 0):
         raise CheckpointError(f"{file.path}: expert layers cannot be read from GGUF; use the checkpoint's safetensors")
-    hidden_size, heads = int(required("embedding_length")), int(required("attention.head_count"))
-    head_dim = int(optional("attention.key_length", hidden_size // heads))
-    rotary = int(optional("rope.dimension_count", head_dim))
+    hidden_size, heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", hidden_size // heads)
+    rotary = size("rope.dimension_count", head_dim)
     if rotary != head_dim:
         raise CheckpointError(
             f"{file.path}: rotary positions on {rotary} of {head_dim} head dimensions are not supported"
@@ -53,27 +55,35 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_size": hidden_size,
-        "num_hidden_layers": int(required("block_count")),
+        "num_hidden_layers": size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(optional("attention.head_count_kv", heads)),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": int(required("feed_forward_length")),
+        "intermediate_size": size("feed_forward_length"),
         "hidden_act": "silu",
         "attention_bias": False,
-        "rms_norm_eps": _decimal(required("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(optional("rope.freq_base", 10000.0)),
+        "rms_norm_eps": real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": real("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, architecture),
         "vocab_size": int(embedding.shape[1]),
-        "max_position_embeddings": int(required("context_length")),
+        "max_position_embeddings": size("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": "float32",
     }
-    if window := optional("attention.sliding_window", 0):
-        config["sliding_window"] = int(window)
+    if f"{architecture}.attention.sliding_window" in metadata:
+        config["sliding_window"] = size("attention.sliding_window")
     for name in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             config[f"{name}_token_id"] = int(token)
     return config
+
+
+def _number(file: GGUFFile, key: str, default: _Number | None, kind: type[_Number]) -> _Number:
+    """Metadata ``key`` as a positive number; an array (a size per layer) is refused like any other type."""
+    value = file.metadata.require(key) if default is None else file.metadata.get(key, default)
+    if not isinstance(value, kind) or not value > 0:
+        raise CheckpointError(f"{file.path}: metadata {key!r} is {value!r}, expected a positive {kind.__name__}")
+    return value
 
 
 def _decimal(value: float) -> float:
@@ -86,7 +96,7 @@ def _rope_scaling(file: GGUFFile, architecture: str) -> dict[str, Any] | None:
     kind = file.metadata.get(f"{prefix}.type", "none")
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(file.metadata.require(f"{prefix}.factor"))}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(_number(file, f"{prefix}.factor", None, float))}
     if (original := file.metadata.get(f"{prefix}.original_context_length")) is not None:
-        scaling["original_max_position_embeddings"] = int(original)
+        scaling["original_max_position_embeddings"] = original
     return scaling

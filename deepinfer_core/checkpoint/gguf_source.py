@@ -91,6 +91,8 @@ class GGUFSource:
     def _rows(self, name: str, data: npt.NDArray[Any]) -> npt.NDArray[Any]:
         for suffix, heads in self._interleaved_heads.items():
             if name.endswith(suffix):
+                if len(data) % (2 * heads):
+                    raise CheckpointError(f"{self._path}: tensor {name!r}: {len(data)} rows do not fit {heads} heads")
                 return data[half_split_rows(len(data), heads)]
         return data
 

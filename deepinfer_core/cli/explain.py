@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.option("--why", is_flag=True, help="Also the candidates that were not chosen, with their reasons.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object.")
 @engine_options
-def explain(options: EngineOptions, as_json: bool) -> None:
+def explain(options: EngineOptions, why: bool, as_json: bool) -> None:
     """Show what would run, and who decided it. Reads no weights.
 
     Without --model: the settings, the plugins and the device.
@@ -29,7 +30,7 @@ def explain(options: EngineOptions, as_json: bool) -> None:
     if as_json:
         print_json(decided)
     else:
-        _print(decided)
+        _print(decided, why=why)
 
 
 def _with_model(config: EngineConfig, model: str) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _without_model(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _print(decided: dict[str, Any]) -> None:
+def _print(decided: dict[str, Any], *, why: bool) -> None:
     print_table("facts", ("what", "value"), decided["facts"].items())
     plugins = [(record["name"], record["distribution"], record["version"]) for record in decided["plugins"]]
     print_table("plugins", ("name", "distribution", "version"), plugins)
@@ -85,7 +86,7 @@ def _print(decided: dict[str, Any]) -> None:
         columns = ("slot", "op", "provider", "source", "score", "reason")
         print_table("operators", columns, [[row[column] for column in columns] for row in rows])
     losers = [(row["slot"], loser["provider"], loser["reason"]) for row in rows for loser in row["losers"]]
-    if losers:
+    if why and losers:
         print_table("not chosen", ("slot", "provider", "reason"), losers)
     for objection in decided.get("objections", ()):
         click.echo(f"warning: {objection}", err=True)

@@ -28,6 +28,7 @@ from .planner import Planner
 from .planning import PlannedEngine, group_slot
 from .runner import Runner
 from .slot_table import SlotTable
+from .speculation import Speculator
 
 HOST_FRACTION, DEVICE_FRACTION = 0.25, 0.9
 """Share of free memory the caches may take when ``kv_cache.memory_fraction`` is not set."""
@@ -105,7 +106,8 @@ def build_engine(
         clock=clock,
     )
     token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
-    ahead = 1 if config.scheduling.async_scheduling is True and not spec.host_token_ids else 0
+    speculator = _speculator(planned, token_limit)
+    ahead = 1 if config.scheduling.async_scheduling is True and not spec.host_token_ids and not speculator else 0
     runner = Runner(
         device=device,
         stream=device.stream(overlap=bool(ahead)),
@@ -117,7 +119,14 @@ def build_engine(
         vocab_size=spec.vocab_size,
         token_limit=token_limit,
     )
-    committer = Committer(planner=planner, needs=runner.needs, device=device, tokenizer=tokenizer, clock=clock)
+    committer = Committer(
+        planner=planner,
+        needs=runner.needs,
+        device=device,
+        tokenizer=tokenizer,
+        clock=clock,
+        speculator=speculator,
+    )
     limits = Limits(
         vocab_size=token_limit,
         max_model_len=spec.max_model_len,
@@ -130,13 +139,22 @@ def build_engine(
     )
     return Engine(
         planned=planned,
-        core=EngineCore(planner=planner, runner=runner, committer=committer, ahead=ahead, clock=clock),
+        core=EngineCore(
+            planner=planner, runner=runner, committer=committer, ahead=ahead, speculator=speculator, clock=clock
+        ),
         intake=Intake(limits, tokenizer),
         tokenizer=tokenizer,
         ops=ops,
         model=model,
         memory={f"cache_{name}": num_blocks[name] * size for name, size in block_bytes.items()},
     )
+
+
+def _speculator(planned: PlannedEngine, token_limit: int) -> Speculator | None:
+    most = planned.config.speculation.max_draft_tokens
+    if planned.drafter is None or most == 0:
+        return None
+    return Speculator(planned.drafter, max_draft_tokens=most, token_limit=token_limit)
 
 
 def cache_domain(planned: PlannedEngine, checkpoint: Checkpoint) -> tuple[str, ...]:

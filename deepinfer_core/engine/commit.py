@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from deepinfer_core.api import Device, LogprobsResult
+from deepinfer_core.api import Device, LogprobsResult, Verified
 from deepinfer_core.tokenizer import Tokenizer
 
 from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogprobs
@@ -17,6 +17,7 @@ from .planner import Planner
 from .request import Request, Sequence
 from .runner import LaunchedStep, StepResult
 from .slot_needs import SlotNeeds
+from .speculation import Speculator
 
 Array = np.ndarray[Any, Any]
 
@@ -40,6 +41,7 @@ class Committer:
         device: Device,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
+        speculator: Speculator | None = None,
     ) -> None:
         self.planner = planner
         self.slots = planner.slots
@@ -47,6 +49,7 @@ class Committer:
         self.device = device
         self.tokenizer = tokenizer
         self.clock = clock
+        self.speculator = speculator
 
     def commit(self, step: LaunchedStep, result: StepResult) -> Committed:
         """Apply one step's result, in launch order."""
@@ -54,9 +57,14 @@ class Committer:
         self.slots.in_flight[step.plan.slots] -= 1
         for rows, logprobs in zip(step.inputs.prompts, result.prompts, strict=True):
             self._add_prompt_logprobs(rows.request, logprobs, rows.targets, rows.k)
-        if result.sampled is not None:
-            self._add_tokens(step, result, out)
-        self._publish(step)
+        if result.sampled is None:
+            self._publish(step.plan.slots, step.plan.starts + step.plan.counts)
+        else:
+            tokens = self.device.download(result.sampled.tokens)
+            kept, computed = self._accept(step, tokens)
+            self._record(step, tokens, kept, out)
+            self._publish(step.plan.slots, computed)
+            self._look(step, result, tokens, kept, out)
         self._release_finished(step.plan.slots)
         return out
 
@@ -81,9 +89,12 @@ class Committer:
         error: RequestError | None = None,
     ) -> None:
         """End a sequence, wherever it is. Its slot and blocks are freed when nothing of it is in flight."""
-        tail = "" if sequence.detokenizer is None else sequence.detokenizer.finish()
-        if sequence.detokenizer is not None and sequence.detokenizer.stopped is not None and reason == "length":
-            reason, stop_reason = "stop", sequence.detokenizer.stopped
+        tail = ""
+        if sequence.detokenizer is not None:
+            tail = sequence.detokenizer.finish()
+            if sequence.detokenizer.stopped is not None and reason in ("length", "stop"):
+                reason, stop_reason = "stop", sequence.detokenizer.stopped
+                self._trim(sequence, sequence.detokenizer.stop_token_count)
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
         request = sequence.request
         if request.streams:
@@ -93,6 +104,8 @@ class Committer:
             self.planner.stop_scheduling(sequence)
         else:
             self.planner.remove(sequence)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
         self.planner.tell("aborted" if reason == "abort" else "finished", sequence, tokens)
         if request.finished:
             request.metrics.finished = self.clock()
@@ -100,28 +113,78 @@ class Committer:
 
     # ---- tokens
 
-    def _add_tokens(self, step: LaunchedStep, result: StepResult, out: Committed) -> None:
-        assert result.sampled is not None
+    def _accept(self, step: LaunchedStep, tokens: Array) -> tuple[Array, Array]:
+        """Which sampled rows count, and how far each request's cache is now valid.
+
+        A draft is accepted iff it equals the token drawn at the row before it; rows after the first that was
+        not accepted saw a history that never happened.
+        """
+        plan, table = step.plan, self.slots
+        kept, computed = np.ones(len(tokens), bool), plan.starts + plan.counts
+        if not plan.drafts:
+            return kept, computed
+        results = []
+        for request, end in enumerate(np.cumsum(plan.samples).tolist()):
+            slot = int(plan.slots[request])
+            drafts = plan.drafts.get(slot)
+            if drafts is None:
+                continue
+            drawn = tokens[end - len(drafts) - 1 : end]
+            accepted = int(np.cumprod(drafts == drawn[:-1]).sum())
+            kept[end - len(drafts) + accepted : end] = False
+            computed[request] = plan.starts[request] + accepted + 1
+            table.length[slot] = computed[request] + 1
+            table.computed[slot] = computed[request]
+            results.append((slot, len(drafts), accepted, drawn[: accepted + 1].tolist()))
+        self._tell_drafter(results)
+        return kept, computed
+
+    def _tell_drafter(self, results: list[tuple[int, int, int, list[int]]]) -> None:
+        verified = []
+        for slot, proposed, accepted, tokens in results:
+            sequence = self.slots.sequence[slot]
+            if sequence is not None and sequence.status == "running":
+                request_id, child = sequence.request.request_id, sequence.child
+                verified.append(
+                    Verified(request_id=request_id, child=child, proposed=proposed, accepted=accepted, tokens=tokens)
+                )
+        if self.speculator is not None and verified:
+            self.speculator.verified(verified)
+
+    def _record(self, step: LaunchedStep, tokens: Array, kept: Array, out: Committed) -> None:
+        """Tokens become known to the host."""
         table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
-        tokens = self.device.download(result.sampled.tokens)
-        live = ~table.finished[slots]
-        drawn = live & (tokens >= 0)
+        drawn = kept & (tokens >= 0) & ~table.finished[slots]
         table.tokens[slots[drawn], positions[drawn]] = tokens[drawn]
-        table.committed[slots[drawn]] = positions[drawn] + 1
+        table.committed[slots[drawn]] = positions[drawn] + 1  # ascending within a slot: the last one stays
         out.output_tokens += int(drawn.sum())
+
+    def _look(self, step: LaunchedStep, result: StepResult, tokens: Array, kept: Array, out: Committed) -> None:
+        """Go through the rows that may end something or that somebody watches, in token order."""
+        table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
         stops = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) & (positions >= table.min_end[slots])
         full = positions + 1 >= table.max_len[slots]
         first = positions == table.prompt_len[slots]
-        look = live & (stops | full | first | (tokens < 0) | table.needs_host[slots])
-        if not look.any():
+        live = kept & ~table.finished[slots]
+        rows = np.nonzero(live & (stops | full | first | (tokens < 0) | table.needs_host[slots]))[0].tolist()
+        if not rows:
             return
         logprobs = _LogprobRows(step, result)
-        for row in np.nonzero(look)[0].tolist():
-            sequence = table.sequence[int(slots[row])]
+        owners = [table.sequence[slot] for slot in slots[rows].tolist()]
+        for row, sequence in zip(rows, owners, strict=True):
             assert sequence is not None
+            if sequence.status != "running":
+                continue  # ended by a token before this one in the same step
             if first[row] and sequence.request.metrics.first_token is None:
                 sequence.request.metrics.first_token = self.clock()
+            slot, known = sequence.slot, int(positions[row]) + (tokens[row] >= 0)
+            after = int(table.committed[slot]) - known
+            table.committed[slot] = known  # should this token end it, those after it never were
             self._add_token(sequence, row, int(tokens[row]), bool(stops[row]), bool(full[row]), logprobs, out)
+            if sequence.status == "running":
+                table.committed[slot] = known + after
+            else:
+                out.output_tokens -= after
 
     def _add_token(
         self, sequence: Sequence, row: int, token: int, stops: bool, full: bool, logprobs: _LogprobRows, out: Committed
@@ -144,6 +207,16 @@ class Committer:
             self.finish(sequence, "stop", out, stop_reason=stopped)
         elif full:
             self.finish(sequence, "length", out)
+
+    def _trim(self, sequence: Sequence, output_tokens: int) -> None:
+        """Drop tokens after the one that completed the stop string; a longer match may have been possible."""
+        length = sequence.prompt_len + output_tokens
+        if sequence.slot >= 0:
+            self.slots.committed[sequence.slot] = min(length, int(self.slots.committed[sequence.slot]))
+        else:
+            sequence.tokens = sequence.tokens[:length]
+        if sequence.logprobs is not None:
+            del sequence.logprobs[output_tokens:]
 
     # ---- log-probabilities
 
@@ -171,12 +244,12 @@ class Committer:
 
     # ---- cache
 
-    def _publish(self, step: LaunchedStep) -> None:
-        """Blocks whose rows this step completed become findable."""
-        plan, table = step.plan, self.slots
-        blocks = (plan.starts + plan.counts) // self.planner.cache.block_size
-        for i in np.nonzero((blocks > table.published[plan.slots]) & ~table.finished[plan.slots])[0].tolist():
-            slot = int(plan.slots[i])
+    def _publish(self, slots: Array, computed: Array) -> None:
+        """Blocks whose rows are all computed, of committed tokens, become findable."""
+        table = self.slots
+        blocks = computed // self.planner.cache.block_size
+        for i in np.nonzero((blocks > table.published[slots]) & ~table.finished[slots])[0].tolist():
+            slot = int(slots[i])
             sequence = table.sequence[slot]
             if sequence is None or not self.planner.cache.prefix_cache:
                 continue

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import numpy as np
 import structlog
 
 from deepinfer_core.api import InvalidRequestError
@@ -15,6 +17,7 @@ from .outputs import RequestError
 from .planner import Planner
 from .request import Request
 from .runner import LaunchedStep, Runner
+from .speculation import Speculator
 
 log = structlog.get_logger("deepinfer.engine")
 
@@ -23,7 +26,8 @@ class EngineCore:
     """One model on one device, and its live requests.
 
     ``ahead`` is how many steps may be launched before the host has seen the tokens of the last: 0 is
-    synchronous, 1 overlaps the host's work with the device's. The tokens are the same.
+    synchronous, 1 overlaps the host's work with the device's. The tokens are the same. A drafter needs the last
+    tokens on the host, so with one the loop is synchronous.
     """
 
     def __init__(
@@ -33,12 +37,14 @@ class EngineCore:
         runner: Runner,
         committer: Committer,
         ahead: int,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.planner = planner
         self.runner = runner
         self.committer = committer
         self.ahead = ahead
+        self.speculator = speculator
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self._launched: deque[LaunchedStep] = deque()
@@ -102,12 +108,17 @@ class EngineCore:
         self.runner.close()
 
     def _launch_and_commit(self) -> Committed:
-        plan = self.planner.plan()
+        plan = self.planner.plan(self._drafts())
         if plan is not None:
             self._launched.append(self.runner.launch(plan))
         if len(self._launched) > (self.ahead if plan is not None else 0):
             return self._collect(self._commit_oldest())
         return Committed()
+
+    def _drafts(self) -> dict[int, np.ndarray[Any, Any]]:
+        if self.speculator is None:
+            return {}
+        return self.speculator.propose(self.planner.decoding_slots(), self.planner.slots)
 
     def _commit_oldest(self) -> Committed:
         step = self._launched.popleft()

@@ -111,7 +111,11 @@ class RequestOutput:
 
 @attrs.frozen
 class StreamDelta:
-    """What one completion gained since the last delta. The last one carries the finish reason."""
+    """What one completion gained since the last delta. The last one carries the finish reason.
+
+    Text is final. Where one stop string begins like another, ``token_ids`` may run past the match that counts by
+    the tokens it took to tell them apart; the RequestOutput has them cut.
+    """
 
     request_id: str
     index: int

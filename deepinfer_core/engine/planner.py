@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import numpy as np
 import structlog
 
-from deepinfer_core.api import EventKind, Policy, SchedulingEvent, TokenSplit
+from deepinfer_core.api import Admit, EventKind, Policy, SchedulingEvent, SystemView, TokenSplit
 
 from .block_hash import extend_keys
 from .kv_cache import KVCache, PrefixHit
+from .preemption import Preemption
 from .request import Sequence
 from .slot_table import SlotTable
 from .step_cost import StepCost
@@ -35,20 +36,34 @@ Array = np.ndarray[Any, Any]
 class StepPlan:
     """Rows of one step. R requests own ``counts`` rows each, starting at position ``starts``.
 
-    ``produces`` marks requests whose last row yields a token. Decode rows come first. ``admitted`` are the
-    sequences that took a slot in this step, so that the runner writes their device state before it runs.
+    The last ``samples`` rows of each yield a token: none within a prompt, one at its end or in decoding, one
+    more per draft being verified. Decode rows come first. ``admitted`` are the sequences that took a slot in
+    this step, so that the runner writes their device state before it runs; ``drafts`` maps slots to tokens.
     """
 
     number: int
     slots: Array
     starts: Array
     counts: Array
-    produces: Array
+    samples: Array
     admitted: list[Sequence]
+    drafts: dict[int, Array]
 
     @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
+
+
+@attrs.define
+class _Rows:
+    """Prefill chunks gathered so far."""
+
+    slots: list[int]
+    counts: list[int]
+
+    def add(self, slot: int, count: int) -> None:
+        self.slots.append(slot)
+        self.counts.append(count)
 
 
 class Planner:
@@ -73,9 +88,9 @@ class Planner:
         self.waiting = WaitingQueue()
         self.step_cost = StepCost()
         self.steps = 0
-        self.preemptions = 0
-        self.needs_drain = False
-        self._running: Array = np.zeros(0, np.int64)
+        self.preemption = Preemption(
+            policy=policy, cache=cache, slots=slots, waiting=self.waiting, view=self.view, tell=self.tell
+        )
         self._order: list[int] = []
         self._order_key: tuple[int, int, int] | None = None
 
@@ -99,14 +114,15 @@ class Planner:
             return PrefixHit(tokens=0, blocks=0, found={})
         return self.cache.lookup(self.keys(sequence), len(sequence.tokens))
 
-    def running(self) -> Array:
-        """Slots of running sequences, in order of admission."""
-        return self._running
+    @property
+    def needs_drain(self) -> bool:
+        """A preemption waits for a step in flight."""
+        return self.preemption.needs_drain
 
-    def view(self) -> Any:
+    def view(self) -> SystemView:
         return make_view(self)
 
-    def admit_request(self, sequence: Sequence) -> Any:
+    def admit_request(self, sequence: Sequence) -> Admit:
         return self.policy.admit(request_view(sequence.request), self.view())
 
     def remove(self, sequence: Sequence) -> None:
@@ -114,20 +130,15 @@ class Planner:
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
-            self._leave_slot(sequence)
+            self.cache.release(sequence.slot)
+            self.slots.give_back(sequence.slot)
         sequence.status = "finished"
 
     def stop_scheduling(self, sequence: Sequence) -> None:
         """A running sequence ended while a step of it is in flight; its slot and blocks wait for that step."""
         self.slots.finished[sequence.slot] = True
-        self._running = self._running[self._running != sequence.slot]
+        self.slots.retire(sequence.slot)
         sequence.status = "finished"
-
-    def _leave_slot(self, sequence: Sequence) -> None:
-        slot = sequence.slot
-        self._running = self._running[self._running != slot]
-        self.cache.release(slot)
-        self.slots.give_back(slot)
 
     def tell(self, kind: EventKind, sequence: Sequence, tokens: int = 0) -> None:
         request = sequence.request
@@ -141,35 +152,36 @@ class Planner:
 
     # ---- one step
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can run now (``needs_drain`` says whether commits would help)."""
-        self.needs_drain = False
+    def plan(self, drafts: Mapping[int, Array] | None = None) -> StepPlan | None:
+        """The next step, or None when nothing can run now (``needs_drain`` says whether commits would help).
+
+        Args:
+            drafts: slot -> tokens to verify together with its next token; those that do not fit are left out.
+        """
+        self.preemption.needs_drain = False
         self.steps += 1
-        self.cache.slide(self._running, self.slots.computed[self._running])
-        rows: list[tuple[Array, Array]] = []  # (slots, row counts)
+        running = self.slots.running
+        self.cache.slide(running, self.slots.computed[running])
         split = self._split()
-        budget = self.max_batch_tokens
-
-        decodes = self._decode_rows(min(split.decode, budget))
-        rows.append((decodes, np.ones(len(decodes), np.int64)))
-        budget -= len(decodes)
-
-        prefill_budget = min(split.prefill, budget)
-        prefills, counts = self._prefill_rows(prefill_budget)
-        prefill_budget -= sum(counts)
-        admitted = self._admit(prefill_budget, prefills, counts)
-        rows.append((np.array(prefills, np.int64), np.array(counts, np.int64)))
-
-        slots = np.concatenate([s for s, _ in rows])
-        if len(slots) == 0:
+        decodes = self._decode_rows(min(split.decode, self.max_batch_tokens))
+        used = len(decodes)
+        drafts = self._fitting_drafts(decodes, drafts or {}, self.max_batch_tokens - used)
+        used += sum(map(len, drafts.values()))
+        rows = self._prefill_rows(min(split.prefill, self.max_batch_tokens - used))
+        admitted = self._admit(min(split.prefill, self.max_batch_tokens - used) - sum(rows.counts), rows)
+        if len(decodes) == 0 and not rows.slots:
             return self._unstick()
-        plan = self._finish_plan(slots, np.concatenate([c for _, c in rows]), admitted)
-        self._mark_launched(plan)
-        return plan
+        return self._launch(decodes, drafts, rows, admitted)
+
+    def decoding_slots(self) -> Array:
+        """Running slots that are one row short of their next token."""
+        running = self.slots.running
+        ready: Array = running[self._remaining(running) == 1]
+        return ready
 
     def _split(self) -> TokenSplit:
         whole = TokenSplit(self.max_batch_tokens, self.max_batch_tokens)
-        decoding = self._remaining(self._running) == 1
+        decoding = self._remaining(self.slots.running) == 1
         if not decoding.any() or (decoding.all() and not len(self.waiting)):
             return whole
         split = self.policy.split(self.view())
@@ -185,8 +197,7 @@ class Planner:
 
     def _decode_rows(self, budget: int) -> Array:
         """Sequences one row short of their next token, least recently scheduled first if they do not all fit."""
-        running = self._running
-        ready: Array = running[self._remaining(running) == 1]
+        ready = self.decoding_slots()
         if len(ready) > budget:
             ready = ready[np.argsort(self.slots.last_step[ready], kind="stable")[:budget]]
         if len(ready) == 0:
@@ -199,23 +210,30 @@ class Planner:
             slot = int(ready[i])
             if self.slots.sequence[slot] is None:
                 continue  # was preempted for a sequence before it
-            if not self._grow_or_preempt(slot, int(self.slots.length[slot])):
+            if not self.preemption.make_room(slot, int(self.slots.length[slot])):
                 keep[i] = False
-        still_running = np.isin(ready, self._running)
+        still_running = np.isin(ready, self.slots.running)
         return ready[keep & still_running]
 
-    def _grow_or_preempt(self, slot: int, tokens: int) -> bool:
-        while not self.cache.can_grow(slot, tokens):
-            if not self._preempt_one(slot, self.cache.missing_blocks(slot, tokens)):
-                return False
-        self.cache.grow(slot, tokens)
-        return True
+    def _fitting_drafts(self, decodes: Array, drafts: Mapping[int, Array], budget: int) -> dict[int, Array]:
+        """Drafts of the scheduled slots, within the token budget and the free blocks; they preempt nobody."""
+        fitting: dict[int, Array] = {}
+        for slot in decodes.tolist() if drafts else ():
+            tokens = drafts.get(slot)
+            if tokens is None or budget <= 0:
+                continue
+            length = int(self.slots.length[slot])
+            tokens = tokens[: min(budget, self.cache.most_tokens(slot) - length)]
+            if len(tokens):
+                self.cache.grow(slot, length + len(tokens))
+                fitting[slot] = tokens
+                budget -= len(tokens)
+        return fitting
 
-    def _prefill_rows(self, budget: int) -> tuple[list[int], list[int]]:
+    def _prefill_rows(self, budget: int) -> _Rows:
         """Next chunks of running sequences, in order of admission, as far as free blocks go."""
-        slots: list[int] = []
-        counts: list[int] = []
-        running = self._running
+        rows = _Rows([], [])
+        running = self.slots.running
         remaining = self._remaining(running)
         for slot, rest in zip(running[remaining > 1].tolist(), remaining[remaining > 1].tolist(), strict=True):
             computed = int(self.slots.computed[slot])
@@ -223,10 +241,9 @@ class Planner:
             if chunk <= 0:
                 continue
             self.cache.grow(slot, computed + chunk)
-            slots.append(slot)
-            counts.append(chunk)
+            rows.add(slot, chunk)
             budget -= chunk
-        return slots, counts
+        return rows
 
     def _chunk(self, rest: int, budget: int) -> int:
         if rest <= budget:
@@ -235,7 +252,7 @@ class Planner:
 
     # ---- admission
 
-    def _admit(self, budget: int, prefills: list[int], counts: list[int]) -> list[Sequence]:
+    def _admit(self, budget: int, rows: _Rows) -> list[Sequence]:
         admitted: list[Sequence] = []
         if not len(self.waiting) or budget <= 0 or not self.slots.num_free:
             self._note_waiting("no free slot" if not self.slots.num_free else "token budget spent")
@@ -260,14 +277,12 @@ class Planner:
             self.cache.start(slot, hit)
             self.cache.grow(slot, hit.tokens + chunk)
             self._enter(sequence, hit)
-            prefills.append(slot)
-            counts.append(chunk)
+            rows.add(slot, chunk)
             budget -= chunk
             admitted.append(sequence)
         return admitted
 
     def _enter(self, sequence: Sequence, hit: PrefixHit) -> None:
-        self._running = np.append(self._running, sequence.slot)
         self.slots.published[sequence.slot] = hit.blocks
         metrics = sequence.request.metrics
         resumed = metrics.first_scheduled is not None and len(sequence.tokens) > sequence.prompt_len
@@ -310,83 +325,52 @@ class Planner:
         if len(self.waiting):
             self.waiting.at(0).waiting_for = reason
 
-    # ---- preemption
-
-    def _preempt_one(self, for_slot: int, need_blocks: int) -> bool:
-        """Preempt one sequence other than ``for_slot``, or say that it cannot be done now."""
-        if len(self._running) <= 1:
-            return False
-        if self.slots.in_flight[self._running].any():
-            self.needs_drain = True
-            return False
-        for index in self._victims(need_blocks):
-            slot = int(self._running[index])
-            if slot != for_slot:
-                self._preempt(slot)
-                return True
-        return False
-
-    def _victims(self, need_blocks: int) -> list[int]:
-        count = len(self._running)
-        asked = [i for i in self.policy.victims(self.view(), need_blocks) if 0 <= i < count]
-        newest_first = sorted(range(count), key=lambda i: -self._sequence(int(self._running[i])).number)
-        return asked + newest_first
-
-    def _sequence(self, slot: int) -> Sequence:
-        sequence = self.slots.sequence[slot]
-        assert sequence is not None
-        return sequence
-
-    def _preempt(self, slot: int) -> None:
-        sequence = self._sequence(slot)
-        self._leave_slot(sequence)
-        sequence.status = "waiting"
-        sequence.waiting_for = "free cache blocks, after it was preempted"
-        sequence.request.metrics.preemptions += 1
-        self.preemptions += 1
-        self.waiting.add(sequence)
-        self.tell("preempted", sequence, len(sequence.tokens))
-
     def _unstick(self) -> StepPlan | None:
-        """Nothing fits. Preempt the newest arrivals until the oldest can go on."""
-        ready = [s for s in self._running.tolist() if self._remaining(np.array([s]))[0] > 0]
+        """Nothing fits, so the oldest ready sequence gets the room of the newest ones."""
+        running = self.slots.running
+        ready: list[int] = running[self._remaining(running) > 0].tolist()
         if not ready or self.needs_drain:
             return None
-        if self.slots.in_flight[self._running].any():
-            self.needs_drain = True
+
+        def wanted(slot: int) -> int:
+            rest = int(self._remaining(np.array([slot]))[0])
+            return int(self.slots.computed[slot]) + min(rest, self.max_batch_tokens)
+
+        slot = self.preemption.free_for_oldest(ready, wanted)
+        if slot is None:
             return None
-        oldest = min(ready, key=lambda slot: self._sequence(slot).number)
-        computed = int(self.slots.computed[oldest])
-        rest = int(self._remaining(np.array([oldest]))[0])
-        for slot in sorted(self._running.tolist(), key=lambda s: -self._sequence(s).number):
-            if self.cache.can_grow(oldest, computed + min(rest, self.max_batch_tokens)):
-                break
-            if slot != oldest:
-                self._preempt(slot)
-        chunk = self._chunk(rest, min(self.max_batch_tokens, self.cache.most_tokens(oldest) - computed))
+        computed = int(self.slots.computed[slot])
+        most = min(self.max_batch_tokens, self.cache.most_tokens(slot) - computed)
+        chunk = self._chunk(int(self._remaining(np.array([slot]))[0]), most)
         if chunk <= 0:
             return None
-        self.cache.grow(oldest, computed + chunk)
-        plan = self._finish_plan(np.array([oldest], np.int64), np.array([chunk], np.int64), [])
-        self._mark_launched(plan)
-        return plan
+        self.cache.grow(slot, computed + chunk)
+        return self._launch(np.zeros(0, np.int64), {}, _Rows([slot], [chunk]), [])
 
     # ---- the plan itself
 
-    def _finish_plan(self, slots: Array, counts: Array, admitted: list[Sequence]) -> StepPlan:
-        starts = self.slots.computed[slots]
-        return StepPlan(
+    def _launch(self, decodes: Array, drafts: dict[int, Array], rows: _Rows, admitted: list[Sequence]) -> StepPlan:
+        """Fix the step and count it as launched. Decode rows come first."""
+        table = self.slots
+        slots = np.concatenate([decodes, np.array(rows.slots, np.int64)])
+        counts = np.concatenate([np.ones(len(decodes), np.int64), np.array(rows.counts, np.int64)])
+        starts = table.computed[slots]
+        samples = (starts + counts == table.length[slots]).astype(np.int64)
+        for i, slot in enumerate(decodes.tolist() if drafts else ()):
+            if slot in drafts:
+                counts[i] += len(drafts[slot])
+                samples[i] += len(drafts[slot])
+        plan = StepPlan(
             number=self.steps,
             slots=slots,
             starts=starts,
             counts=counts,
-            produces=starts + counts == self.slots.length[slots],
+            samples=samples,
             admitted=admitted,
+            drafts=drafts,
         )
-
-    def _mark_launched(self, plan: StepPlan) -> None:
-        table = self.slots
-        table.computed[plan.slots] += plan.counts
-        table.length[plan.slots[plan.produces]] += 1
-        table.in_flight[plan.slots] += 1
-        table.last_step[plan.slots] = plan.number
+        table.computed[slots] += counts
+        table.length[slots[samples > 0]] += 1
+        table.in_flight[slots] += 1
+        table.last_step[slots] = plan.number
+        return plan

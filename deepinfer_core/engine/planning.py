@@ -20,6 +20,8 @@ from deepinfer_core.api import (
     Choice,
     ConfigError,
     Device,
+    Drafter,
+    DrafterInfo,
     EnginePlan,
     FallbackPolicy,
     KVLayoutRequest,
@@ -28,6 +30,7 @@ from deepinfer_core.api import (
     ModelSpec,
     OpRequest,
     PlanError,
+    Policy,
     Provider,
 )
 from deepinfer_core.checkpoint import Checkpoint
@@ -49,6 +52,7 @@ PROVIDER_HOOKS = (
     "deepinfer_attention",
     "deepinfer_gemm",
     "deepinfer_kv_layout",
+    "deepinfer_moe_communication",
     "deepinfer_pointwise",
     "deepinfer_runner_ops",
     "deepinfer_sampling",
@@ -69,7 +73,8 @@ class PlannedEngine:
     definition: type[ModelDefinition]
     spec: ModelSpec
     providers: list[tuple[str, Provider]]
-    policy: Any
+    policy: Policy
+    drafter: Drafter | None
     objections: tuple[str, ...]
 
     def context_for(self, plugin: str) -> BuildContext:
@@ -86,7 +91,8 @@ class PlannedEngine:
 
     def _reference(self, request: OpRequest) -> Any:
         for plugin, provider in self.providers:
-            if provider.fallback and provider.op == request.op and provider.supports(request):
+            serves = provider.fallback and provider.op == request.op
+            if serves and request.demands <= provider.caps and provider.supports(request):
                 build = provider.build if callable(provider.build) else provider.build.load()
                 return build(request, self.context_for(plugin))
         raise PlanError(f"no reference operator for {request.op}")
@@ -120,6 +126,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     providers = [item for hook in PROVIDER_HOOKS for item in registry.collect(hook, device=chosen.device)]
     choices = _choose_all(config, spec, providers, chosen.device.type, chosen.plugin, _fallback(config, chosen.device))
     policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
+    drafter = _drafter(config, registry)
     plan = EnginePlan(
         api=API_VERSION,
         core=deepinfer_core.__version__,
@@ -128,6 +135,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         plugins=registry.records,
         choices=choices,
         policy=f"{policy_plugin}:{policy_info.name}",
+        drafter=None if drafter is None else f"{drafter[0]}:{drafter[1].name}",
         features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
         facts=dict(device.describe()),
     )
@@ -144,6 +152,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         spec=spec,
         providers=providers,
         policy=policy_info.factory.load()(_settings(config, registry, policy_plugin)),
+        drafter=None if drafter is None else drafter[1].factory.load()(_settings(config, registry, drafter[0])),
         objections=tuple(o.text for o in objections),
     )
 
@@ -163,6 +172,7 @@ def describe_model(
         device_type=device.info.type,
         demands=_demands(config),
         stored=stored,
+        qdq=config.model.qdq,
     )
     spec = definition.describe(checkpoint.config, options)
     if config.kv_cache.block_size % spec.block_alignment:
@@ -221,9 +231,9 @@ def _choose_all(
     decided = decide(layouts)
     names = {g.name: c.provider.partition(":")[2] for g, c in zip(spec.cache_groups, decided, strict=True)}
     for slot, request in rest.items():
-        group = getattr(request, "cache_group", None)
-        if group is not None:
-            rest[slot] = attrs.evolve(request, demands=request.demands | {f"kv_layout:{names[group]}"})
+        layouts_touched = {f"kv_layout:{names[group]}" for group in request.cache_groups}
+        if layouts_touched:
+            rest[slot] = attrs.evolve(request, demands=request.demands | layouts_touched)
     return decided + decide(rest)
 
 
@@ -238,6 +248,11 @@ def _fallback(config: EngineConfig, device: Any) -> FallbackPolicy:
     return policy
 
 
+def _drafter(config: EngineConfig, registry: Registry) -> tuple[str, DrafterInfo] | None:
+    method = config.speculation.method
+    return None if method is None else resolve(registry, "drafter", method)
+
+
 def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:
     settings = registry.plugins[plugin].info.settings
     return None if settings is None else plugin_settings(config, plugin, settings)
@@ -246,7 +261,12 @@ def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:
 def _plugins_named(config: EngineConfig) -> Iterable[str]:
     """Plugins that settings refer to by name: these must load, or it is an error."""
     names = {name.partition(":")[0] for choices in config.ops.values() for name in choices}
-    for setting in (config.scheduling.policy, *config.logging.metrics):
+    for setting in (
+        config.accelerator,
+        config.scheduling.policy,
+        config.speculation.method or "",
+        *config.logging.metrics,
+    ):
         plugin, colon, _ = setting.partition(":")
         if colon:
             names.add(plugin)

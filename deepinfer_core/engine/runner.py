@@ -25,13 +25,14 @@ from deepinfer_core.api import (
     Stream,
 )
 
-from .device_state import DeviceState, SlotRow
+from .device_state import DeviceState
 from .kv_cache import KVCache
 from .planner import StepPlan
 from .prompt_logprobs import PromptRows, prompt_rows
 from .sampler import LogprobRows, Sampled, Sampler
 from .slot_needs import SlotNeeds
 from .slot_table import SlotTable
+from .step_inputs import DraftInputs, StepInputs, step_inputs
 
 Array = np.ndarray[Any, Any]
 
@@ -46,25 +47,6 @@ def runner_requests(device_type: str, demands: frozenset[str], block_size: int) 
         "slot_mapping": SlotMappingRequest(device_type=device_type, demands=demands, block_size=block_size),
         "append_tokens": AppendTokensRequest(device_type=device_type, demands=demands),
     }
-
-
-@attrs.define(kw_only=True)
-class StepInputs:
-    """Host arrays of one step, snapshotted when it was planned."""
-
-    row_requests: Array
-    row_slots: Array
-    positions: Array
-    cu_seqlens: Array
-    seq_lens: Array
-    counts: Array
-    tables: dict[str, Array]
-    redirect_below: Array | None
-    sample_rows: Array
-    sample_slots: Array
-    sample_positions: Array
-    entering: list[SlotRow]
-    prompts: list[PromptRows]
 
 
 @attrs.define(kw_only=True)
@@ -143,38 +125,11 @@ class Runner:
     def close(self) -> None:
         self.stream.close()
 
-    # ---- host side
-
     def _inputs(self, plan: StepPlan) -> StepInputs:
-        slots, counts = plan.slots, plan.counts
-        ends = np.cumsum(counts)
-        total = int(ends[-1])
-        row_requests = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(total) + np.repeat(plan.starts - (ends - counts), counts)
-        seq_lens = plan.starts + counts
-        width = self.cache.blocks_for(int(seq_lens.max()))
-        redirect = self.cache.write_from[slots]
-        entering = [SlotRow(s.slot, s.tokens, s) for s in plan.admitted]
-        for row in entering:
-            self.needs.set(row.slot, row.sequence)
-        produces = plan.produces
-        return StepInputs(
-            row_requests=row_requests,
-            row_slots=slots[row_requests],
-            positions=positions,
-            cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
-            seq_lens=seq_lens.astype(np.int32),
-            counts=counts.astype(np.int32),
-            tables={name: group.table[slots, :width] for name, group in self.cache.groups.items()},
-            redirect_below=redirect if redirect.any() else None,
-            sample_rows=ends[produces] - 1,
-            sample_slots=slots[produces],
-            sample_positions=seq_lens[produces],
-            entering=entering,
-            prompts=prompt_rows(plan, self.slots, ends - counts, self.vocab_size)
-            if self.needs.any_prompt_logprobs
-            else [],
-        )
+        for sequence in plan.admitted:
+            self.needs.set(sequence.slot, sequence)
+        row_starts = np.cumsum(plan.counts) - plan.counts
+        return step_inputs(plan, self.cache, self._prompt_rows(plan, row_starts))
 
     def _prompt_rows(self, plan: StepPlan, row_starts: Array) -> list[PromptRows]:
         if not self.needs.any_prompt_logprobs:
@@ -186,6 +141,8 @@ class Runner:
     def _run(self, inputs: StepInputs, active: frozenset[str], rows: LogprobRows) -> StepResult:
         upload, ops = self.device.upload, self.ops
         self.state.write(inputs.entering)
+        if inputs.drafts is not None:
+            self._write_drafts(inputs.drafts)
         positions, row_requests = upload(inputs.positions), upload(inputs.row_requests)
         history = self.state.sampling.history
         batch = ModelBatch(
@@ -211,6 +168,13 @@ class Runner:
         sampled = self.sampler.run(self.model.logits(hidden), sampling, rows)
         ops.append_tokens.run(history, sampling.slots, sampling.positions, sampled.tokens)
         return StepResult(sampled=sampled, prompts=prompts)
+
+    def _write_drafts(self, drafts: DraftInputs) -> None:
+        """Drafts stand in the history while they are verified; the tokens drawn replace them."""
+        upload = self.device.upload
+        self.ops.append_tokens.run(
+            self.state.sampling.history, upload(drafts.slots), upload(drafts.positions), upload(drafts.tokens)
+        )
 
     def _layouts(
         self, inputs: StepInputs, positions: torch.Tensor, row_requests: torch.Tensor

@@ -64,7 +64,7 @@ class SlotNeeds:
 
     def active(self, slots: Array) -> frozenset[str]:
         """Stages that some of these slots need."""
-        flags: Array = self._stages[:, slots].any(axis=1)
+        flags = np.asarray(self._stages[:, slots].any(axis=1))
         return frozenset(stage for stage, flag in zip(STAGES, flags.tolist(), strict=True) if flag)
 
     def logprob_rows(self, slots: Array) -> tuple[Array, Array]:

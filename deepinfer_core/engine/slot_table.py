@@ -16,6 +16,8 @@ NO_STOP = -1
 class SlotTable:
     """Per-slot state of running sequences.
 
+    ``running`` lists the slots that may be scheduled, in order of admission.
+
     Arrays (``[slots]`` int64 unless stated):
         length: tokens known or being produced. computed: rows whose cache was or is being written.
         committed: tokens the host has seen. prompt_len, max_len: fixed limits; the sequence ends at max_len.
@@ -29,6 +31,7 @@ class SlotTable:
         self.slots = slots
         self.sequence: list[Sequence | None] = [None] * slots
         self._free = list(range(slots - 1, -1, -1))
+        self.running = np.zeros(0, np.int64)
         self.length = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
         self.committed = np.zeros(slots, np.int64)
@@ -66,6 +69,7 @@ class SlotTable:
         self.needs_host[slot] = sequence.needs_host
         self.stop_ids[slot] = NO_STOP
         self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        self.running = np.append(self.running, slot)
         sequence.slot = slot
         sequence.status = "running"
         return slot
@@ -78,7 +82,12 @@ class SlotTable:
         sequence.tokens = self.tokens[slot, : self.committed[slot]].copy()
         sequence.slot = -1
         self.sequence[slot] = None
+        self.retire(slot)
         self._free.append(slot)
+
+    def retire(self, slot: int) -> None:
+        """No further step for this slot; it keeps its row until nothing of it is in flight."""
+        self.running = self.running[self.running != slot]
 
     def output_ids(self, sequence: Sequence) -> list[int]:
         """Output tokens known to the host."""

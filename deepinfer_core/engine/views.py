@@ -74,7 +74,7 @@ _WHOLE = ("prompt", "cached", "output", "max_tokens", "priority", "tenant")
 
 
 def _running(planner: Planner) -> RequestArrays:
-    slots, table = planner.running(), planner.slots
+    slots, table = planner.slots.running, planner.slots
     requests = [sequence.request for sequence in (table.sequence[s] for s in slots.tolist()) if sequence is not None]
 
     def times(name: str) -> np.ndarray[Any, Any]:

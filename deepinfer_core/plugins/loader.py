@@ -48,14 +48,21 @@ def load_plugins(
     Raises:
         PluginError: an unknown name; a plugin asked for (in ``allow``, ``requested`` or ``files``) that is broken.
     """
-    selection = select(discover(path), allow, block, requested)
-    registry = Registry(strict=strict, blocked=selection.blocked)
+    registry = Registry(strict=strict)
+    for file in files:
+        _load_path(registry, file)
+    here = set(registry.plugins)
+    selection = select(discover(path), allow, block, [name for name in requested if name not in here])
+    for candidate in selection.chosen:
+        if candidate.name in here:
+            raise PluginError(
+                f"plugins.paths has a plugin named {candidate.name!r}, and so has {candidate.distribution}; "
+                f"block that with --no-plugin {candidate.name}"
+            )
     for failure in selection.failures:
         registry.report(failure)
     for candidate in selection.chosen:
         _load(registry, candidate, asked=candidate.name in selection.asked)
-    for file in files:
-        _load_path(registry, file)
     _settle(registry)
     return registry
 
@@ -120,7 +127,7 @@ def _admit(registry: Registry, plugin: Any, candidate: Candidate, *, asked: bool
     check_implementations(registry.manager, plugin)
     name = candidate.name
     if registry.manager.has_plugin(name):
-        raise PluginError(f"another plugin named {name!r} is loaded; block it with --no-plugin {name}")
+        raise PluginError(f"another plugin named {name!r} is already loaded")
     try:
         registry.manager.register(plugin, name=name)
         registry.manager.check_pending()
@@ -167,8 +174,6 @@ def _load_path(registry: Registry, text: str) -> None:
             entry_point=text,
             path=str(module.__file__),
         )
-        if name in registry.plugins:
-            raise PluginError(f"the name {name!r} is taken by an installed plugin; block that with --no-plugin {name}")
         _admit(registry, module, candidate, asked=True)
     except KeyboardInterrupt:
         raise

@@ -15,7 +15,7 @@ from deepinfer_core.api import CommandInfo, LazyRef, PluginError, PluginInfo, Pl
 from .failure import Failure, cause_line, full_traceback
 from .inspection import hook_arguments, hook_record, new_manager
 
-_FAMILY = {"deepinfer_runner_ops": "runner"}
+_FAMILY = {"deepinfer_runner_ops": "runner", "deepinfer_moe_communication": "moe"}
 """Operator family of a hook whose name does not say it."""
 
 
@@ -49,12 +49,10 @@ class Registry:
 
     Attributes:
         strict: raise at the first failure, instead of recording it.
-        blocked: names left out by ``--no-plugin``.
     """
 
-    def __init__(self, *, strict: bool = False, blocked: frozenset[str] = frozenset()) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
-        self.blocked = blocked
         self.manager = new_manager()
         self._arguments = hook_arguments(self.manager)
         self._plugins: dict[str, LoadedPlugin] = {}

@@ -18,12 +18,11 @@ _ALLOW, _BLOCK, _REQUEST = "DEEPINFER_PLUGINS", "--no-plugin", "asked for"
 
 @attrs.frozen
 class Selection:
-    """Candidates to load, by name; failures to report; names whose failure is an error; names left out."""
+    """Candidates to load, by name; failures to report; names whose failure is an error."""
 
     chosen: tuple[Candidate, ...]
     failures: tuple[Failure, ...]
     asked: frozenset[str]
-    blocked: frozenset[str]
 
 
 @attrs.frozen
@@ -79,7 +78,7 @@ def select(
         chosen += winner
         failures += duplicates
     _check_requests(requests, asked, names, blocked, chosen, failures)
-    return Selection(tuple(chosen), tuple(failures), asked, frozenset(blocked))
+    return Selection(tuple(chosen), tuple(failures), asked)
 
 
 def _parse(texts: Iterable[str], origin: str, discovery: Discovery) -> list[_Selector]:

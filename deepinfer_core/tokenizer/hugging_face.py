@@ -44,7 +44,12 @@ def load_directory(
         raise CheckpointError(f"{path}: damaged or not a tokenizer ({error}); fetch the file again") from error
     settings = read_optional_json_object(directory / "tokenizer_config.json")
     special_map = read_optional_json_object(directory / "special_tokens_map.json")
-    _add_listed_tokens(backend, settings)
+    try:
+        _add_listed_tokens(backend, settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: 'added_tokens_decoder' must map ids to tokens with 'content'"
+        ) from error
     roles = {role: text for role in ROLES if (text := _text(settings.get(role) or special_map.get(role)))}
     _mark_special(backend, [*roles.values(), *_extra_special(settings, special_map)])
     eos = list(_ids(generation_config.get("eos_token_id")))

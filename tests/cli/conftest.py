@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
+from cli_checkpoint import write_checkpoint
 from cli_fakes import FakeLLM, Result, Run
 
 import deepinfer_core
@@ -27,6 +29,11 @@ def _fresh_logging() -> Iterator[None]:
     structlog.reset_defaults()
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path)
 
 
 @pytest.fixture

@@ -7,60 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
+from cli_checkpoint import HEAD, KV_HEADS, LAYERS, parameters
 from cli_fakes import Run
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 from deepinfer_core.api import CacheEntry, CacheGroupSpec, ModelSpec
 from deepinfer_core.cli.memory import cache_needs
-
-LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB, FFN = 2, 32, 4, 2, 50, 64
-HEAD = HIDDEN // HEADS
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "intermediate_size": FFN,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            f"{prefix}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-            f"{prefix}self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-            f"{prefix}self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-            f"{prefix}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-            f"{prefix}mlp.gate_proj.weight": (FFN, HIDDEN),
-            f"{prefix}mlp.up_proj.weight": (FFN, HIDDEN),
-            f"{prefix}mlp.down_proj.weight": (HIDDEN, FFN),
-            f"{prefix}input_layernorm.weight": (HIDDEN,),
-            f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
-        }
-    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
-    return tmp_path
-
-
-def parameters() -> int:
-    attention = 2 * HIDDEN * HIDDEN + 2 * KV_HEADS * HEAD * HIDDEN
-    return VOCAB * HIDDEN + HIDDEN + LAYERS * (attention + 3 * HIDDEN * FFN + 2 * HIDDEN)
 
 
 def inspected(run: Run, *arguments: str) -> dict[str, Any]:
@@ -144,6 +97,13 @@ def test_explain_prints_tables(run: Run, checkpoint: Path) -> None:
     for title in ("# facts", "# plugins", "# operators", "# settings"):
         assert title in out
     assert "kv_cache.num_blocks" in out
+
+
+def test_explain_says_why_only_when_asked(run: Run, checkpoint: Path) -> None:
+    plain = run("explain", "--model", str(checkpoint)).out
+    why = run("explain", "--model", str(checkpoint), "--why").out
+    assert "# not chosen" not in plain
+    assert "# not chosen" in why
 
 
 def test_explain_twice_says_the_same(run: Run, checkpoint: Path) -> None:

@@ -21,6 +21,8 @@ from deepinfer_core.api import (
 )
 from deepinfer_core.reference import plugin
 
+torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
+
 DEVICE = DeviceInfo(
     backend="test",
     type="cpu",

@@ -247,6 +247,24 @@ def test_missing_metadata(tmp_path: Path, llama: torch.nn.Module) -> None:
         opened(tmp_path, "llama", llama, skip=("llama.block_count",))
 
 
+@pytest.mark.parametrize("value", [0, "4", 4.0, [4, 4]])
+def test_metadata_of_another_kind(tmp_path: Path, llama: torch.nn.Module, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"'llama\.attention\.head_count' is .*, expected a positive int"):
+        opened(tmp_path, "llama", llama, metadata={"llama.attention.head_count": value})
+
+
+def test_rows_that_do_not_fit_the_heads(tmp_path: Path, llama: torch.nn.Module) -> None:
+    weights = opened(tmp_path, "llama", llama, metadata={"llama.attention.head_count": 5}).weights
+    with pytest.raises(CheckpointError, match="64 rows do not fit 5 heads"):
+        weights.load(Q_PROJ)
+
+
+def test_sliding_window(tmp_path: Path, llama: torch.nn.Module) -> None:
+    window = {"llama.attention.sliding_window": 32}
+    assert opened(tmp_path, "llama", llama, metadata=window).config["sliding_window"] == 32
+    assert "sliding_window" not in opened(tmp_path, "llama", llama).config
+
+
 def test_split_file(tmp_path: Path, llama: torch.nn.Module) -> None:
     with pytest.raises(CheckpointError, match="merge them into one"):
         opened(tmp_path, "llama", llama, metadata={"split.count": 3})

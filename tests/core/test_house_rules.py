@@ -52,8 +52,8 @@ def imports(file: Path, root: Path = ROOT, *, at_run_time: bool = False) -> Iter
 
     def walk(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.If) and at_run_time and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for child in node.orelse:
-                yield from walk(child)
+            for statement in node.orelse:
+                yield from walk(statement)
             return
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -235,7 +235,7 @@ registry = load_plugins([])
 device = choose_device(registry, None, os.environ).device
 for hook in ("attention", "gemm", "pointwise", "sampling", "runner_ops", "kv_layout"):
     registry.collect(f"deepinfer_{{hook}}", device=device)
-for kind in ("policy", "architecture", "sink", "command"):
+for kind in ("policy", "architecture", "drafter", "sink", "command"):
     claimed(registry, kind)
 print(",".join(registry.plugins), "torch" in sys.modules)
 """

@@ -68,7 +68,6 @@ def through(names: tuple[str, ...], logits: torch.Tensor, step: SamplingBatch) -
     return logits
 
 
-# The widest is where torch splits one row's work over threads, but not that of many rows.
 SIZES = [(5, 9), (97, 17), (1031, 33), (70001, 4)]
 
 
@@ -90,6 +89,20 @@ def test_all_stages_with_the_row_in_a_batch_of_its_own(vocab_size: int, count: i
     together = through(STAGES, logits, batch(rows, vocab_size))
     for index, row in enumerate(rows):
         assert through(STAGES, logits[index : index + 1], batch([row], vocab_size))[0] == together[index]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_two_threads_give_what_one_gives(name: str) -> None:
+    """A lone wide row is where torch may split one row's work over threads."""
+    rows, logits = scene(70001, 1)
+    step = batch(rows, 70001)
+    single = through((name,), logits, step)
+    torch.set_num_threads(2)
+    try:
+        double = through((name,), logits, step)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(double, single)
 
 
 @pytest.mark.parametrize(("vocab_size", "count"), SIZES)

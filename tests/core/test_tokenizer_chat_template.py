@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tokenizer_hugging_face import CONFIG, load
-from tokenizer_support import byte_fallback, save_tokenizer, wrapped
+from tokenizer_support import CONFIG, byte_fallback, load, save_tokenizer, wrapped
 from transformers import AutoTokenizer
 
 from deepinfer_core.api import CheckpointError, InvalidRequestError
@@ -50,7 +49,7 @@ assistant:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompted", [True, False])
 def test_rendering_equals_transformers(tmp_path: Path, name: str, prompted: bool) -> None:
-    save_tokenizer(tmp_path, byte_fallback(), CONFIG | {"chat_template": TEMPLATES[name]})
+    save_tokenizer(tmp_path, byte_fallback(), {**CONFIG, "chat_template": TEMPLATES[name]})
     variables: dict[str, Any] = {"style": "brief", "thinking": True} if name == "extra" else {}
     if name == "tojson":
         variables["tools"] = TOOLS
@@ -63,7 +62,7 @@ def test_rendering_equals_transformers(tmp_path: Path, name: str, prompted: bool
 
 def test_none_fields_are_left_out_as_in_transformers(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content if m.content is defined else '-' }}{% endfor %}"
-    save_tokenizer(tmp_path, byte_fallback(), CONFIG | {"chat_template": template})
+    save_tokenizer(tmp_path, byte_fallback(), {**CONFIG, "chat_template": template})
     talk: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(talk, tokenize=False)
     assert load(tmp_path).apply_chat_template(talk) == theirs == "a-"
@@ -133,7 +132,7 @@ NAMED = [
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, byte_fallback(), CONFIG | {"chat_template": NAMED})
+    save_tokenizer(tmp_path, byte_fallback(), {**CONFIG, "chat_template": NAMED})
     ours = load(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert ours.chat_template == NAMED[0]["template"]
@@ -152,13 +151,13 @@ def test_named_templates_without_a_default() -> None:
 
 
 def test_malformed_named_templates(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, byte_fallback(), CONFIG | {"chat_template": [{"name": "default"}]})
+    save_tokenizer(tmp_path, byte_fallback(), {**CONFIG, "chat_template": [{"name": "default"}]})
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: each entry of 'chat_template'"):
         load(tmp_path)
 
 
 def test_template_files_win_over_the_config(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, byte_fallback(), CONFIG | {"chat_template": "from config"})
+    save_tokenizer(tmp_path, byte_fallback(), {**CONFIG, "chat_template": "from config"})
     (tmp_path / "chat_template.jinja").write_text("from file é", encoding="utf-8")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag file", encoding="utf-8")

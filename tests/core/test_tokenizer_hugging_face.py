@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from checkpoint_support import write_directory, write_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_support import (
+    CONFIG,
     EOS,
     LETTER_OF,
     byte_fallback,
     byte_level_of,
     id_of,
+    load,
     metaspace,
     plain_words,
     save_tokenizer,
@@ -35,18 +37,11 @@ from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 
 AWKWARD = ["", " ", "the quick  brown\n\nfox", f"a{EOS}b", "木村🍎 é\u0301", "\t12345 x=3", "<s> </s>", "ü <tool é>"]
-CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def load(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint in ``directory``."""
-    write_directory(directory, {"model.safetensors": {"a": torch.zeros(1)}})
-    tokenizer = load_tokenizer(open_checkpoint(directory))
-    assert tokenizer is not None
-    return tokenizer
-
-
-def both(directory: Path, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> tuple[Tokenizer, Any]:
+def both(
+    directory: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None
+) -> tuple[Tokenizer, Any]:
     save_tokenizer(directory, backend, config)
     ours = load(directory)
     return ours, AutoTokenizer.from_pretrained(directory)
@@ -198,7 +193,7 @@ def test_eos_of_config_is_the_last_resort(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
 def test_bos_is_what_tokenizer_json_says_as_in_transformers(tmp_path: Path, flags: dict[str, bool]) -> None:
-    ours, theirs = both(tmp_path, byte_fallback(), CONFIG | flags)
+    ours, theirs = both(tmp_path, byte_fallback(), {**CONFIG, **flags})
     assert ours.encode("a b") == theirs.encode("a b") == [1, *ours.encode("a b", add_special_tokens=False)]
 
 
@@ -241,6 +236,13 @@ def test_tokens_listed_only_in_tokenizer_config(tmp_path: Path) -> None:
     assert ours.encode("<early><late>") == theirs.encode("<early><late>") == [first, first + 1]
     assert first + 1 in ours.special_ids
     assert first not in ours.special_ids
+
+
+@pytest.mark.parametrize("listed", [{"x": {"content": "a"}}, {"900": {}}, {"900": "a"}, ["a"]])
+def test_malformed_listed_tokens(tmp_path: Path, listed: Any) -> None:
+    save_tokenizer(tmp_path, trained_byte_level(), {"added_tokens_decoder": listed})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: 'added_tokens_decoder' must map"):
+        load(tmp_path)
 
 
 # Vocabulary and bytes

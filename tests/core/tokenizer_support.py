@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
+from checkpoint_support import write_directory
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deepinfer_core.tokenizer import Tokenizer
+from deepinfer_core.checkpoint import open_checkpoint
+from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
 
 LETTER_OF: Mapping[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]  # byte -> letter, as GPT-2 defined it
 EOS = "<|end|>"
+CONFIG: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 SAMPLE = (
     "the quick brown fox jumps over the lazy dog; 木村さん ate 12 crème brûlées 🍎 and naïve façades. "
     "return self.value + other.value\n\tif x == 3:\n" * 4
@@ -103,6 +107,14 @@ def plain_words() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return backend
+
+
+def load(directory: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint in ``directory``."""
+    write_directory(directory, {"model.safetensors": {"a": torch.zeros(1)}})
+    tokenizer = load_tokenizer(open_checkpoint(directory))
+    assert tokenizer is not None
+    return tokenizer
 
 
 def wrapped(backend: tokenizers.Tokenizer, **options: Any) -> Tokenizer:

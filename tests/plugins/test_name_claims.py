@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from throwaway import Site, good
 
@@ -11,12 +13,14 @@ from deepinfer_core.plugins import Kind, claimed, resolve
 CLAIMS: dict[Kind, tuple[str, str]] = {
     "policy": ("deepinfer_scheduling", "PolicyInfo(name='x', help=h, factory=LazyRef('a:b'))"),
     "architecture": ("deepinfer_models", "ModelInfo(architectures=('w', 'x'), definition=LazyRef('a:b'))"),
+    "drafter": ("deepinfer_speculation", "DrafterInfo(name='x', help=h, factory=LazyRef('a:b'))"),
     "sink": ("deepinfer_metrics", "MetricsSinkInfo(name='x', help=h, factory=LazyRef('a:b'))"),
     "command": ("deepinfer_commands", "CommandInfo(name='x', help=h, command=LazyRef('a:b'))"),
 }
 LINES: dict[Kind, str] = {
     "policy": 'scheduling.policy = "acme:x" or scheduling.policy = "bolt:x"',
     "architecture": "--no-plugin acme or --no-plugin bolt",
+    "drafter": 'speculation.method = "acme:x" or speculation.method = "bolt:x"',
     "sink": 'logging.metrics = ["acme:x"] or logging.metrics = ["bolt:x"]',
     "command": "--no-plugin acme or --no-plugin bolt",
 }
@@ -26,6 +30,10 @@ def install(site: Site, kind: Kind, *plugins: str) -> None:
     hook, record = CLAIMS[kind]
     for name in plugins:
         site.install(name, good(name, f"h = {name!r}\n@hookimpl\ndef {hook}():\n    return [{record}]\n"))
+
+
+def test_every_kind_is_tested() -> None:
+    assert set(CLAIMS) == set(get_args(Kind))
 
 
 @pytest.mark.parametrize("kind", sorted(CLAIMS))

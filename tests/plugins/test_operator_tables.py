@@ -155,8 +155,8 @@ def test_ctrl_c_during_a_build_is_not_swallowed() -> None:
 
 
 def test_a_contracts_methods_are_those_of_its_protocol() -> None:
-    shape = {"q_heads": 1, "kv_heads": 1, "head_dim": 4, "dtype": "f", "cache_dtype": "f", "scale": 1.0}
-    attention = PagedAttentionRequest(**shape, block_size=16, cache_group="full")
+    shape: dict[str, Any] = {"q_heads": 1, "kv_heads": 1, "head_dim": 4, "dtype": "f", "cache_dtype": "f"}
+    attention = PagedAttentionRequest(**shape, scale=1.0, block_size=16, cache_group="full")
     assert contract_methods(attention) == ("plan", "run")
     assert contract_methods(REQUEST) == ("prepare", "run")
     assert contract_methods(SamplingRequest(stage="logprobs", vocab_size=9)) == ("run",)

@@ -47,6 +47,9 @@ EVERYTHING = """
     def deepinfer_models():
         return [ModelInfo(architectures=("A",), definition=LazyRef("acme:A"))]
     @hookimpl
+    def deepinfer_speculation():
+        return [DrafterInfo(name="d", help="", factory=LazyRef("acme:Drafter"))]
+    @hookimpl
     def deepinfer_metrics():
         return (MetricsSinkInfo(name="s", help="", factory=LazyRef("acme:Sink")),)
     @hookimpl
@@ -73,6 +76,7 @@ COLLECTED = {
     "deepinfer_kv_layout": "Provider",
     "deepinfer_scheduling": "PolicyInfo",
     "deepinfer_models": "ModelInfo",
+    "deepinfer_speculation": "DrafterInfo",
     "deepinfer_metrics": "MetricsSinkInfo",
     "deepinfer_commands": "CommandInfo",
     "deepinfer_check_plan": "Objection",
@@ -87,6 +91,12 @@ def arguments(device: DeviceInfo) -> dict[str, Any]:
 def ask(registry: Registry, hook: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     needed = inspection.hook_arguments(registry.manager)[hook]
     return registry.collect(hook, **{name: arguments[name] for name in needed})
+
+
+def calls_of(registry: Registry, plugin: str) -> list[Any]:
+    module: Any = registry.manager.get_plugin(plugin)
+    calls: list[Any] = module.calls
+    return calls
 
 
 @pytest.mark.parametrize("hook", sorted(COLLECTED))
@@ -108,7 +118,7 @@ def test_worker_hooks_are_called_with_plan_and_rank(site: Site) -> None:
     registry = site.load()
     registry.notify("deepinfer_worker_start", plan=PLAN, rank=3)
     registry.notify("deepinfer_worker_stop", rank=3)
-    assert registry.manager.get_plugin("acme").calls == [("acme", 3), 3]
+    assert calls_of(registry, "acme") == [("acme", 3), 3]
 
 
 def test_every_hook_is_either_collected_or_notified() -> None:
@@ -226,7 +236,7 @@ def test_a_worker_hook_that_raises_is_an_error_after_all_were_called(site: Site)
     registry = site.load()
     with pytest.raises(PluginError, match=r"'bad'.*deepinfer_worker_start: OSError: busy"):
         registry.notify("deepinfer_worker_start", plan=PLAN, rank=0)
-    assert registry.manager.get_plugin("later").calls == [("acme", 0)]
+    assert calls_of(registry, "later") == [("acme", 0)]
 
 
 def test_a_missing_hook_argument_is_our_own_bug_and_names_the_right_ones(site: Site) -> None:

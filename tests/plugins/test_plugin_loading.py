@@ -300,6 +300,20 @@ def test_a_file_may_take_the_name_of_an_installed_plugin_only_when_that_is_block
     site.install("acme", good("acme", help="installed"))
     file = tmp_path / "acme_here.py"
     file.write_text(good("acme", help="mine"))
-    with pytest.raises(PluginError, match="taken by an installed plugin; block that with --no-plugin acme"):
+    with pytest.raises(PluginError, match="and so has acme-dist; block that with --no-plugin acme"):
         site.load(files=[str(file)])
     assert site.load(block=["acme"], files=[str(file)]).plugins["acme"].info.help == "mine"
+
+
+def test_a_request_is_met_by_a_plugin_from_a_file(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "requested_file.py"
+    file.write_text(good("loose"))
+    assert list(site.load(files=[str(file)], requested=["loose"]).plugins) == ["loose"]
+
+
+def test_two_files_of_one_name_are_an_error(site: Site, tmp_path: Path) -> None:
+    files = [tmp_path / "one_file.py", tmp_path / "two_file.py"]
+    for file in files:
+        file.write_text(good("loose"))
+    with pytest.raises(PluginError, match=r"two_file\.py.*another plugin named 'loose' is already loaded"):
+        site.load(files=[str(file) for file in files])

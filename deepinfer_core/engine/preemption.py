@@ -1,0 +1,116 @@
+"""Making room: which running sequence goes back to waiting when blocks run out.
+
+A preempted sequence loses its blocks and keeps its tokens; when it is admitted again it recomputes them in
+chunks, helped by whatever the prefix cache still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from deepinfer_core.api import EventKind, Policy, SystemView
+
+from .kv_cache import KVCache
+from .request import Sequence
+from .slot_table import SlotTable
+from .waiting import WaitingQueue
+
+log = structlog.get_logger("deepinfer.planner")
+
+Tell = Callable[[EventKind, Sequence, int], None]
+
+
+class Preemption:
+    """Takes blocks from running sequences, in the order the policy prefers.
+
+    Attributes:
+        count: preemptions so far.
+        needs_drain: something would have been preempted, but a step is still in flight; commit it and plan again.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        cache: KVCache,
+        slots: SlotTable,
+        waiting: WaitingQueue,
+        view: Callable[[], SystemView],
+        tell: Tell,
+    ) -> None:
+        self.policy = policy
+        self.cache = cache
+        self.slots = slots
+        self.waiting = waiting
+        self.view = view
+        self.tell = tell
+        self.count = 0
+        self.needs_drain = False
+
+    def make_room(self, slot: int, tokens: int) -> bool:
+        """Grow a slot to ``tokens`` tokens, preempting others as needed. False if that cannot be done now."""
+        while not self.cache.can_grow(slot, tokens):
+            if not self._preempt_one(slot, self.cache.missing_blocks(slot, tokens)):
+                return False
+        self.cache.grow(slot, tokens)
+        return True
+
+    def free_for_oldest(self, ready: list[int], tokens: Callable[[int], int]) -> int | None:
+        """Nothing fits: preempt the newest arrivals until the oldest of ``ready`` could hold ``tokens(slot)`` tokens.
+
+        Returns its slot, or None while a step is in flight.
+        """
+        if self._in_flight():
+            return None
+        oldest = min(ready, key=lambda slot: self.sequence(slot).number)
+        for slot in sorted(self.slots.running.tolist(), key=lambda s: -self.sequence(s).number):
+            if self.cache.can_grow(oldest, tokens(oldest)):
+                break
+            if slot != oldest:
+                self.preempt(slot)
+        return oldest
+
+    def preempt(self, slot: int) -> None:
+        """Send a running sequence back to waiting. Nothing of it may be in flight."""
+        sequence = self.sequence(slot)
+        self.cache.release(slot)
+        self.slots.give_back(slot)
+        sequence.status = "waiting"
+        sequence.waiting_for = "free cache blocks, after it was preempted"
+        sequence.request.metrics.preemptions += 1
+        self.count += 1
+        self.waiting.add(sequence)
+        self.tell("preempted", sequence, len(sequence.tokens))
+
+    def sequence(self, slot: int) -> Sequence:
+        sequence = self.slots.sequence[slot]
+        assert sequence is not None
+        return sequence
+
+    def _in_flight(self) -> bool:
+        busy = bool(self.slots.in_flight[self.slots.running].any())
+        self.needs_drain |= busy
+        return busy
+
+    def _preempt_one(self, for_slot: int, need_blocks: int) -> bool:
+        if len(self.slots.running) <= 1 or self._in_flight():
+            return False
+        for slot in self._victims(need_blocks):
+            if slot != for_slot:
+                self.preempt(slot)
+                return True
+        return False
+
+    def _victims(self, need_blocks: int) -> list[int]:
+        """Slots, first to go first: the policy's answer, then the newest arrivals."""
+        running: list[int] = self.slots.running.tolist()
+        try:
+            asked: list[Any] = list(self.policy.victims(self.view(), need_blocks))
+        except Exception:
+            log.exception("scheduling policy raised in victims")
+            asked = []
+        newest_first = sorted(running, key=lambda slot: -self.sequence(slot).number)
+        return [running[i] for i in asked if 0 <= i < len(running)] + newest_first

@@ -1,0 +1,41 @@
+"""Fixtures for every test: the toys, one thread, no leftover environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys.checkpoints import open_toy, write_toy
+
+from deepinfer_core import LLM
+
+ToyLLM = Callable[..., LLM]
+
+CHECKPOINT_KEYS = ("tokenizer", "groups", "max_len", "vocab_size", "logits", "script", "count_mod", "eos_token_id")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def toy_llm(tmp_path: Path) -> Iterator[ToyLLM]:
+    """``toy_llm(kind, **options)``: an engine over a toy, closed after the test.
+
+    Options named in ``CHECKPOINT_KEYS`` describe the checkpoint; others are settings, ``group__field=value``.
+    """
+    opened: list[LLM] = []
+
+    def make(kind: str, **options: Any) -> LLM:
+        checkpoint = {key: options.pop(key) for key in CHECKPOINT_KEYS if key in options}
+        directory = write_toy(tmp_path / f"toy{len(opened)}", kind, **checkpoint)
+        opened.append(open_toy(directory, **options))
+        return opened[-1]
+
+    yield make
+    for llm in opened:
+        llm.close()
