@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .config import EngineConfig, load_config
+    from .engine.async_llm import AsyncLLM
     from .engine.llm import LLM
     from .engine.outputs import (
         CompletionOutput,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .engine.sampling_params import SamplingParams
 
 _WHERE = {
+    "AsyncLLM": "engine.async_llm",
     "LLM": "engine.llm",
     "SamplingParams": "engine.sampling_params",
     "CompletionOutput": "engine.outputs",
@@ -42,6 +44,7 @@ _WHERE = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "Logprob",

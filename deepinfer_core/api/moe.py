@@ -59,8 +59,8 @@ class Route(Protocol):
 
         Returns:
             ids ``[T, top_k]`` int64 and weights ``[T, top_k]`` float32. Chosen by score descending, then id ascending;
-            stored with ids ascending. A NaN score loses to all others and weighs 0; a row of NaN takes the lowest ids with
-            equal weights. T may be 0. Capturable.
+            stored with ids ascending. A NaN score loses to all others and weighs 0; a row of NaN takes the lowest
+            ids with equal weights. T may be 0. Capturable.
         """
         ...
 

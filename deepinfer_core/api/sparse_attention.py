@@ -5,9 +5,9 @@ pooled from ``rate`` tokens; an entry is visible once its last token is: entry e
 ``e < (t + 1) // rate``. Three operators share the work: ``compress`` pools, ``index_topk`` chooses, ``sparse``
 attends (DeepSeek-V4's CSA and HCA).
 
-Entries of one request lie in a group with ``tokens_per_row = rate`` under the same block numbering as tokens:
-entry e is row ``e % (block_size / rate)`` of block number ``e // (block_size / rate)``, so the entry closed by the token
-at slot s is row ``s // rate``.
+Entries of one request lie in a group with ``tokens_per_row = rate`` under the same block numbering as tokens, and
+``rate`` divides ``block_size``. With ``n = block_size / rate``, entry e is row ``e % n`` of block number ``e // n``, and
+the entry closed by the token at slot s is row ``s // rate``.
 """
 
 from __future__ import annotations

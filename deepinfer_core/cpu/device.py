@@ -36,7 +36,7 @@ class InlineStream:
         future: Future[T] = Future()
         try:
             future.set_result(fn())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
         return FutureEvent(future)
 

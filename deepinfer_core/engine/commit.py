@@ -24,10 +24,16 @@ Array = np.ndarray[Any, Any]
 
 @attrs.define
 class Committed:
-    """What a commit brought: requests that ended, and how many output tokens."""
+    """What a commit brought: requests that ended, streams whose outbox is no longer empty, output tokens."""
 
     finished: list[Request] = attrs.field(factory=list)
+    streamed: list[Request] = attrs.field(factory=list)
     output_tokens: int = 0
+
+    def post(self, request: Request, delta: StreamDelta) -> None:
+        if not request.outbox:
+            self.streamed.append(request)
+        request.outbox.append(delta)
 
 
 class Committer:
@@ -68,6 +74,19 @@ class Committer:
         self._release_finished(step.plan.slots)
         return out
 
+    def lose(self, steps: list[LaunchedStep]) -> None:
+        """Steps that ran out of memory: their requests go back to waiting with the tokens they have."""
+        for step in steps:
+            self.slots.in_flight[step.plan.slots] -= 1
+            self._release_finished(step.plan.slots)
+            for rows in step.inputs.prompts:
+                rows.request.prompt_rows_planned = min(rows.request.prompt_rows_planned, rows.first_position)
+        for step in steps:
+            for slot in step.plan.slots.tolist():
+                sequence = self.slots.sequence[slot]
+                if sequence is not None:
+                    self.planner.preemption.preempt(slot)
+
     def fail(self, step: LaunchedStep, error: RequestError) -> Committed:
         """The whole step was lost: end its requests."""
         out = Committed()
@@ -98,7 +117,7 @@ class Committer:
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
         request = sequence.request
         if request.streams:
-            request.outbox.append(StreamDelta(request.request_id, sequence.child, tail, [], reason, error))
+            out.post(request, StreamDelta(request.request_id, sequence.child, tail, [], reason, error))
         tokens = self.slots.output_len(sequence)
         if sequence.slot >= 0 and self.slots.in_flight[sequence.slot]:
             self.planner.stop_scheduling(sequence)
@@ -200,7 +219,7 @@ class Committer:
             delta = sequence.detokenizer.push((token,))
             stopped = sequence.detokenizer.stopped
         if request.streams:
-            request.outbox.append(StreamDelta(request.request_id, sequence.child, delta, [token]))
+            out.post(request, StreamDelta(request.request_id, sequence.child, delta, [token]))
         if stops:
             self.finish(sequence, "stop", out, stop_reason=None if token in request.eos_token_ids else token)
         elif stopped is not None:
@@ -279,6 +298,8 @@ class _LogprobRows:
         return self._where[row]
 
     def why_no_token(self, row: int) -> RequestError:
+        if row in self._sampled.errors:
+            return RequestError("internal", self._sampled.errors[row])
         logits = self._sampled.logits[row]
         broken = bool((torch.isnan(logits) | (logits == float("inf"))).any())
         if broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ import structlog
 from deepinfer_core.api import InvalidRequestError
 
 from .commit import Committed, Committer
-from .outputs import RequestError
+from .outputs import FinishReason, RequestError
 from .planner import Planner
 from .request import Request
 from .runner import LaunchedStep, Runner
@@ -48,6 +49,7 @@ class EngineCore:
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self._launched: deque[LaunchedStep] = deque()
+        self._expiry: list[tuple[float, str]] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -73,8 +75,9 @@ class EngineCore:
             answer = self.planner.admit_request(request.sequences[0])
             if not answer.accepted:
                 error = RequestError("rejected", f"the scheduling policy refused the request: {answer.reason}")
-                for sequence in request.sequences:
-                    self.committer.finish(sequence, "error", out, error=error)
+                self._end(request, "error", out, error)
+            elif request.expires is not None:
+                heapq.heappush(self._expiry, (request.expires, request.request_id))
         return self._collect(out)
 
     def abort(self, request_ids: Iterable[str]) -> Committed:
@@ -82,16 +85,18 @@ class EngineCore:
         out = Committed()
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            for sequence in request.sequences if request is not None else ():
-                if sequence.status != "finished":
-                    self.committer.finish(sequence, "abort", out)
+            if request is not None:
+                self._end(request, "abort", out)
         return self._collect(out)
 
     def step(self) -> Committed:
         """Launch what can run and commit what is due. Returns what became known; empty when nothing did."""
-        if self.planner.needs_drain:
-            return self._collect(self._commit_oldest()) if self._launched else self._launch_and_commit()
-        return self._launch_and_commit()
+        expired = self._expire()
+        must_commit = self.planner.needs_drain and bool(self._launched)
+        done = self._commit_oldest() if must_commit else self._launch_and_commit()
+        done.finished[:0] = expired.finished
+        done.streamed[:0] = expired.streamed
+        return self._collect(done)
 
     def drain(self) -> Committed:
         """Commit everything that was launched."""
@@ -99,6 +104,7 @@ class EngineCore:
         while self._launched:
             part = self._commit_oldest()
             out.finished += part.finished
+            out.streamed += part.streamed
             out.output_tokens += part.output_tokens
         return self._collect(out)
 
@@ -112,8 +118,23 @@ class EngineCore:
         if plan is not None:
             self._launched.append(self.runner.launch(plan))
         if len(self._launched) > (self.ahead if plan is not None else 0):
-            return self._collect(self._commit_oldest())
+            return self._commit_oldest()
         return Committed()
+
+    def _expire(self) -> Committed:
+        """End requests whose own time limit passed."""
+        out = Committed()
+        while self._expiry and self._expiry[0][0] <= self.clock():
+            _, request_id = heapq.heappop(self._expiry)
+            request = self.requests.get(request_id)
+            if request is not None and request.expires is not None and request.expires <= self.clock():
+                self._end(request, "error", out, RequestError("timeout", "the request's time limit passed"))
+        return out
+
+    def _end(self, request: Request, reason: FinishReason, out: Committed, error: RequestError | None = None) -> None:
+        for sequence in request.sequences:
+            if sequence.status != "finished":
+                self.committer.finish(sequence, reason, out, error=error)
 
     def _drafts(self) -> dict[int, np.ndarray[Any, Any]]:
         if self.speculator is None:
@@ -124,12 +145,38 @@ class EngineCore:
         step = self._launched.popleft()
         try:
             result = step.event.wait()
-        except Exception as error:
-            log.exception("step failed", step=step.plan.number, requests=len(step.plan.slots))
-            return self.committer.fail(step, RequestError("internal", f"{type(error).__name__}: {error}"))
+        except BaseException as error:
+            failed = self._step_failed(step, error)
+            if isinstance(error, Exception):
+                return failed
+            self._collect(failed)
+            raise  # an interrupt: the step's requests ended, the engine is clean
+        self.planner.step_succeeded()
         return self.committer.commit(step, result)
+
+    def _step_failed(self, step: LaunchedStep, error: BaseException) -> Committed:
+        if self.runner.device.is_out_of_memory(error):
+            if self.planner.back_off():
+                log.warning("out of memory: the step is tried again with fewer tokens", tokens=step.plan.num_tokens)
+                lost = [step, *self._launched]
+                self._launched.clear()
+                for later in lost[1:]:
+                    _wait_quietly(later)
+                self.committer.lose(lost)
+                return Committed()
+            return self.committer.fail(step, RequestError("out_of_memory", str(error)))
+        log.error("step failed", step=step.plan.number, requests=len(step.plan.slots), exc_info=error)
+        return self.committer.fail(step, RequestError("internal", f"{type(error).__name__}: {error}"))
 
     def _collect(self, out: Committed) -> Committed:
         for request in out.finished:
             self.requests.pop(request.request_id, None)
         return out
+
+
+def _wait_quietly(step: LaunchedStep) -> None:
+    """Let a step that is lost anyway finish, so that nothing of it runs while its blocks change hands."""
+    try:
+        step.event.wait()
+    except Exception as error:
+        log.debug("a later step failed too", step=step.plan.number, error=str(error))

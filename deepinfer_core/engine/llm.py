@@ -20,6 +20,7 @@ from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
 from .assemble import Engine, build_engine
 from .commit import Committed
 from .intake import Prompt, split_params, split_prompts
+from .interrupts import between_steps
 from .logs import configure_logging
 from .outputs import CompletionOutput, RequestOutput, StreamDelta
 from .planning import make_plan
@@ -132,8 +133,8 @@ class LLM:
         with self._lock:
             for _ in self._run(requests):
                 for request in requests:
-                    deltas, request.outbox = request.outbox, []
-                    yield from deltas
+                    while request.outbox:
+                        yield request.outbox.popleft()
 
     def _requests(self, prompts: list[Prompt], params: list[SamplingParams], *, stream: bool) -> list[Request]:
         if self._closed:
@@ -151,7 +152,10 @@ class LLM:
         try:
             yield core.add(requests)
             while not all(request.finished for request in requests):
-                yield core.step()
+                with between_steps() as check:
+                    committed = core.step()
+                    check()
+                yield committed
         finally:
             core.abort([request.request_id for request in requests])
             core.drain()

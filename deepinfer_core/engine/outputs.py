@@ -9,13 +9,14 @@ import attrs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-ErrorCode = Literal["nan_logits", "no_allowed_token", "rejected", "timeout", "internal"]
+ErrorCode = Literal["nan_logits", "no_allowed_token", "rejected", "timeout", "out_of_memory", "internal"]
 """Every code a :class:`RequestError` may carry.
 
 * ``nan_logits``: the model gave NaN or infinite logits for this request's row.
 * ``no_allowed_token``: masks and bans left no token to choose.
 * ``rejected``: the scheduling policy refused the request.
 * ``timeout``: the request's own time limit passed.
+* ``out_of_memory``: the device has no room for this request even when it runs alone.
 * ``internal``: an operator or plugin raised while it handled this request.
 """
 

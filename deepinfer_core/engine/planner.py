@@ -31,6 +31,9 @@ log = structlog.get_logger("deepinfer.planner")
 
 Array = np.ndarray[Any, Any]
 
+CALM_STEPS = 64
+"""Steps without running out of memory after which a reduced token budget doubles."""
+
 
 @attrs.define(kw_only=True)
 class StepPlan:
@@ -88,6 +91,8 @@ class Planner:
         self.waiting = WaitingQueue()
         self.step_cost = StepCost()
         self.steps = 0
+        self.budget = max_batch_tokens
+        self._calm_steps = 0
         self.preemption = Preemption(
             policy=policy, cache=cache, slots=slots, waiting=self.waiting, view=self.view, tell=self.tell
         )
@@ -150,6 +155,23 @@ class Planner:
         except Exception:
             log.exception("scheduling policy raised in on_event", kind=kind, request_id=request.request_id)
 
+    # ---- memory pressure
+
+    def back_off(self) -> bool:
+        """A step ran out of memory: plan half as much from now on. False when it was as small as it can be."""
+        if self.budget <= 1 or not self.chunked_prefill:
+            return False
+        self.budget = max(1, self.budget // 2)
+        self._calm_steps = 0
+        return True
+
+    def step_succeeded(self) -> None:
+        """After a while without trouble the budget grows back."""
+        if self.budget < self.max_batch_tokens:
+            self._calm_steps += 1
+            if self._calm_steps >= CALM_STEPS:
+                self.budget, self._calm_steps = min(self.max_batch_tokens, 2 * self.budget), 0
+
     # ---- one step
 
     def plan(self, drafts: Mapping[int, Array] | None = None) -> StepPlan | None:
@@ -163,12 +185,12 @@ class Planner:
         running = self.slots.running
         self.cache.slide(running, self.slots.computed[running])
         split = self._split()
-        decodes = self._decode_rows(min(split.decode, self.max_batch_tokens))
+        decodes = self._decode_rows(min(split.decode, self.budget))
         used = len(decodes)
-        drafts = self._fitting_drafts(decodes, drafts or {}, self.max_batch_tokens - used)
+        drafts = self._fitting_drafts(decodes, drafts or {}, self.budget - used)
         used += sum(map(len, drafts.values()))
-        rows = self._prefill_rows(min(split.prefill, self.max_batch_tokens - used))
-        admitted = self._admit(min(split.prefill, self.max_batch_tokens - used) - sum(rows.counts), rows)
+        rows = self._prefill_rows(min(split.prefill, self.budget - used))
+        admitted = self._admit(min(split.prefill, self.budget - used) - sum(rows.counts), rows)
         if len(decodes) == 0 and not rows.slots:
             return self._unstick()
         return self._launch(decodes, drafts, rows, admitted)
@@ -334,13 +356,13 @@ class Planner:
 
         def wanted(slot: int) -> int:
             rest = int(self._remaining(np.array([slot]))[0])
-            return int(self.slots.computed[slot]) + min(rest, self.max_batch_tokens)
+            return int(self.slots.computed[slot]) + min(rest, self.budget)
 
         slot = self.preemption.free_for_oldest(ready, wanted)
         if slot is None:
             return None
         computed = int(self.slots.computed[slot])
-        most = min(self.max_batch_tokens, self.cache.most_tokens(slot) - computed)
+        most = min(self.budget, self.cache.most_tokens(slot) - computed)
         chunk = self._chunk(int(self._remaining(np.array([slot]))[0]), most)
         if chunk <= 0:
             return None

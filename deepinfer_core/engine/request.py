@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Literal
 
 import attrs
@@ -44,7 +45,7 @@ class Request:
     sequences: list[Sequence] = attrs.field(factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     prompt_rows_planned: int = 1
-    outbox: list[StreamDelta] = attrs.field(factory=list)
+    outbox: deque[StreamDelta] = attrs.field(factory=deque)
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import structlog
 import torch
 
 from deepinfer_core.api import (
@@ -33,6 +34,8 @@ from .sampler import LogprobRows, Sampled, Sampler
 from .slot_needs import SlotNeeds
 from .slot_table import SlotTable
 from .step_inputs import DraftInputs, StepInputs, step_inputs
+
+log = structlog.get_logger("deepinfer.engine")
 
 Array = np.ndarray[Any, Any]
 
@@ -165,9 +168,18 @@ class Runner:
             active=active,
             max_position=int(inputs.sample_positions.max()),
         )
-        sampled = self.sampler.run(self.model.logits(hidden), sampling, rows)
+        sampled = self._sample(hidden, sampling, rows)
         ops.append_tokens.run(history, sampling.slots, sampling.positions, sampled.tokens)
         return StepResult(sampled=sampled, prompts=prompts)
+
+    def _sample(self, hidden: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
+        try:
+            return self.sampler.run(self.model.logits(hidden), batch, rows)
+        except Exception as error:
+            if self.device.is_out_of_memory(error):
+                raise
+            log.exception("a sampling stage raised; sampling each row alone", rows=len(batch.slots))
+            return self.sampler.run_apart(self.model.logits(hidden), batch, rows)
 
     def _write_drafts(self, drafts: DraftInputs) -> None:
         """Drafts stand in the history while they are verified; the tokens drawn replace them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -35,10 +36,17 @@ class LogprobRows:
 
 @attrs.define(kw_only=True)
 class Sampled:
-    """Tokens ``[N]`` int64 (negative: no token could be drawn), the logits they were drawn from, log-probabilities."""
+    """What N rows gave.
+
+    Attributes:
+        tokens: ``[N]`` int64; negative where no token could be drawn.
+        logits: what they were drawn from. raw, processed: log-probabilities of the rows that asked.
+        errors: row -> what a stage raised when it was given that row alone.
+    """
 
     tokens: torch.Tensor
     logits: torch.Tensor
+    errors: Mapping[int, str] = attrs.field(factory=dict)
     raw: LogprobsResult | None = None
     processed: LogprobsResult | None = None
 
@@ -67,7 +75,40 @@ class Sampler:
             else self._logprobs(logits[rows.processed], tokens[rows.processed].clamp(min=0), rows.processed_k),
         )
 
+    def run_apart(self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
+        """Sample row by row, after :meth:`run` raised: a row that makes a stage raise gets no token, others do."""
+        kept = None if rows.raw is None else logits[rows.raw]
+        tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
+        errors: dict[int, str] = {}
+        for row in range(logits.shape[0]):
+            try:
+                alone = self.run(logits[row : row + 1].clone(), _one_row(batch, row), LogprobRows())
+            except Exception as error:
+                errors[row] = f"a sampling stage raised {type(error).__name__}: {error}"
+            else:
+                tokens[row] = alone.tokens[0]
+                logits[row] = alone.logits[0]
+        safe = tokens.clamp(min=0)
+        return Sampled(
+            tokens=tokens,
+            logits=logits,
+            errors=errors,
+            raw=None if kept is None else self._logprobs(kept, safe[rows.raw], rows.raw_k),
+            processed=None
+            if rows.processed is None
+            else self._logprobs(logits[rows.processed], safe[rows.processed], rows.processed_k),
+        )
+
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsResult:
         """Log-probabilities of given tokens (prompts)."""
         result: LogprobsResult = self._logprobs(logits, token_ids, k)
         return result
+
+
+def _one_row(batch: SamplingBatch, row: int) -> SamplingBatch:
+    return attrs.evolve(
+        batch,
+        slots=batch.slots[row : row + 1],
+        positions=batch.positions[row : row + 1],
+        grammar=None if batch.grammar is None else batch.grammar[row : row + 1],
+    )

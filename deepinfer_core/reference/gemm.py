@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from deepinfer_core.api import BuildContext, LinearRequest
+from deepinfer_core.api import BuildContext, LinearRequest, QuantisedWeight, WeightPart
 
 from .dtypes import dtype_named, widen
+from .fp_formats import dequantise
 
 
 @attrs.frozen
@@ -29,18 +30,23 @@ class Linear:
         self._shape = (request.out_features, request.in_features)
         self._device = context.device
 
-    def prepare(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> PackedLinear:
+    def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedLinear:
         """Stack ``[out_i, in_features]`` parts along the output; a single part already in place is used as it is."""
-        parts = [self._placed(part) for part in weights]
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        weight = stacked(weights, self._device, self._dtype)
         if tuple(weight.shape) != self._shape:
             raise ValueError(f"linear weight has shape {tuple(weight.shape)}; the request says {self._shape}")
-        return PackedLinear(weight, None if bias is None else self._placed(bias))
+        return PackedLinear(weight, None if bias is None else bias.to(device=self._device, dtype=self._dtype))
 
     def run(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, out_features]`` in ``out_dtype``."""
         bias = None if weight.bias is None else widen(weight.bias)
         return torch.nn.functional.linear(widen(x), widen(weight.weight), bias).to(self._out_dtype)
 
-    def _placed(self, part: torch.Tensor) -> torch.Tensor:
-        return part.to(device=self._device, dtype=self._dtype)
+
+def stacked(parts: Sequence[WeightPart], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The parts as one plain weight, packed ones decoded."""
+    plain = [
+        dequantise(part, dtype).to(device) if isinstance(part, QuantisedWeight) else part.to(device=device, dtype=dtype)
+        for part in parts
+    ]
+    return plain[0] if len(plain) == 1 else torch.cat(plain)

@@ -75,12 +75,27 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("write_kv", "attention.write_kv", "attention:WriteKV", caps),
         _provider("paged_attention", "attention.paged", "attention:Paged", caps),
+        _provider("sparse_attention", "attention.sparse", "sparse_attention:SparseAttention", caps),
+        _provider("index_topk", "attention.index_topk", "index_topk:IndexTopK", caps),
+        _provider("compress", "attention.compress", "compress:Compress", caps),
     ]
 
 
 @hookimpl
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
-    return [_provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS)]
+    return [
+        _provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS),
+        _provider("batched_linear", "gemm.batched", "grouped:BatchedLinear", COMMON_CAPS),
+        _provider("grouped_linear", "gemm.grouped", "grouped:GroupedLinear", COMMON_CAPS),
+    ]
+
+
+@hookimpl
+def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("route", "moe.route", "moe:Route", COMMON_CAPS),
+        _provider("local", "moe.exchange", "moe:LocalExchange", COMMON_CAPS),
+    ]
 
 
 @hookimpl
@@ -90,6 +105,9 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
         _provider("rope", "pointwise.rope", "rope:Rope", COMMON_CAPS, _supports_rope),
         _provider("swiglu", "pointwise.swiglu", "pointwise:Swiglu", COMMON_CAPS),
         _provider("embedding", "pointwise.embedding", "pointwise:Embedding", COMMON_CAPS),
+        _provider("hyper_connection", "pointwise.hyper_connection", "hyper_connection:HyperConnection", COMMON_CAPS),
+        _provider("hyper_head", "pointwise.hyper_head", "hyper_connection:HyperHead", COMMON_CAPS),
+        _provider("quantise_dequantise", "pointwise.quantise_dequantise", "quantise:QuantiseDequantise", COMMON_CAPS),
     ]
 
 

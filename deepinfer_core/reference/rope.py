@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -90,35 +91,59 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return strength(1.0)
 
 
-class Rope:
-    """Rotates pairs of the first ``rotary_dim`` channels; the others pass through.
+class RopeTable:
+    """cos and sin of every position, ``[max_positions, rotary_dim / 2]`` float32.
 
-    cos and sin of every position are computed once, in float32, so that a position's values never depend on
-    which other positions share its step.
+    Computed once, so that a position's values never depend on which other positions share its step; long contexts
+    make it large, so operators with the same angles share one (:func:`rope_table`).
     """
 
-    def __init__(self, request: RopeRequest, context: BuildContext) -> None:
-        inverse, factor = frequencies(request, context.device)
-        positions = torch.arange(request.max_positions, dtype=torch.float32, device=context.device)
+    def __init__(self, request: RopeRequest, device: torch.device) -> None:
+        inverse, factor = frequencies(request, device)
+        positions = torch.arange(request.max_positions, dtype=torch.float32, device=device)
         angles = positions[:, None] * inverse
-        self._cos = angles.cos() * factor
-        self._sin = angles.sin() * factor
+        self.cos = angles.cos() * factor
+        self.sin = angles.sin() * factor
+
+
+_TABLES: WeakValueDictionary[tuple[Any, ...], RopeTable] = WeakValueDictionary()
+
+
+def rope_table(request: RopeRequest, device: torch.device) -> RopeTable:
+    """The table of these angles on this device, shared while anything uses it."""
+    scaling = tuple(sorted((name, str(value)) for name, value in request.scaling.items()))
+    key = (request.rotary_dim, request.theta, request.max_positions, scaling, str(device))
+    table = _TABLES.get(key)
+    if table is None:
+        table = _TABLES[key] = RopeTable(request, device)
+    return table
+
+
+class Rope:
+    """Rotates pairs of the first, or last, ``rotary_dim`` channels; the others pass through."""
+
+    def __init__(self, request: RopeRequest, context: BuildContext) -> None:
+        self._table = rope_table(request, context.device)
         self._rotary_dim = request.rotary_dim
+        self._start = request.head_dim - request.rotary_dim if request.trailing else 0
         self._interleaved = request.interleaved
 
     def plan(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T]`` int64 -> cos and sin, each ``[T, 1, rotary_dim / 2]`` float32."""
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        return self._table.cos[positions][:, None], self._table.sin[positions][:, None]
 
-    def run(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """``[T, heads, head_dim]`` -> same shape and dtype."""
+    def run(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor], inverse: bool = False) -> torch.Tensor:
+        """``[T, heads, head_dim]`` -> same shape and dtype; ``inverse`` turns the other way."""
         cos, sin = plan
+        if inverse:
+            sin = -sin
         wide = widen(x)
-        rotary, rest = wide[..., : self._rotary_dim], wide[..., self._rotary_dim :]
+        start, end = self._start, self._start + self._rotary_dim
+        rotary = wide[..., start:end]
         if self._interleaved:
             first, second = rotary[..., 0::2], rotary[..., 1::2]
         else:
             first, second = rotary.chunk(2, dim=-1)
         turned = (first * cos - second * sin, second * cos + first * sin)
         pairs = torch.stack(turned, dim=-1).flatten(-2) if self._interleaved else torch.cat(turned, dim=-1)
-        return torch.cat((pairs, rest), dim=-1).to(x.dtype)
+        return torch.cat((wide[..., :start], pairs, wide[..., end:]), dim=-1).to(x.dtype)

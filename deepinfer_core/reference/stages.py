@@ -67,7 +67,7 @@ class Temperature(_Stage):
         temperature = batch.state.temperature[batch.slots, None]
         unchanged = (temperature < GREEDY_TEMPERATURE) | (temperature == 1.0)
         divisor = torch.where(unchanged, 1.0, temperature)
-        return torch.where(unchanged, logits, (logits - 0) / divisor)
+        return torch.where(unchanged, logits, (logits - logits.amax(dim=-1, keepdim=True)) / divisor)
 
 
 class MinP(_Stage):

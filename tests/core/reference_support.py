@@ -37,6 +37,7 @@ DEVICE = DeviceInfo(
 HOOKS = (
     plugin.deepinfer_attention,
     plugin.deepinfer_gemm,
+    plugin.deepinfer_moe_communication,
     plugin.deepinfer_pointwise,
     plugin.deepinfer_sampling,
     plugin.deepinfer_runner_ops,

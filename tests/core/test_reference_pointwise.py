@@ -35,6 +35,11 @@ def test_norm_equals_the_float64_formula(dtype: str, rtol: float) -> None:
     torch.testing.assert_close(result.double(), exact_norm(x, weight), rtol=rtol, atol=rtol)
 
 
+def test_norm_in_bfloat16_rounds_only_the_result() -> None:
+    x, weight = random(7, 48).bfloat16(), random(48, seed=1).bfloat16()
+    assert torch.equal(norm("bfloat16").run(x, weight), norm().run(x.float(), weight.float()).bfloat16())
+
+
 def test_norm_takes_any_leading_shape() -> None:
     x, weight = random(3, 4, 48), random(48, seed=1)
     flat = norm().run(x.reshape(12, 48), weight)

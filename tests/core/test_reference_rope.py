@@ -51,7 +51,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "mscale": 1.0,
         "mscale_all_dim": 0.7,
     },
-    "yarn_narrow": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 8},
+    "yarn_narrow": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 6},
 }
 
 
@@ -73,13 +73,15 @@ def random(*shape: int) -> torch.Tensor:
 POSITIONS = torch.tensor([0, 1, 2, 17, 255, 256, 1000, 4095])
 
 
-def transformers_rope(x: torch.Tensor, positions: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+def transformers_rope(
+    x: torch.Tensor, positions: torch.Tensor, scaling: dict[str, Any], theta: float = THETA
+) -> torch.Tensor:
     config = LlamaConfig(
         hidden_size=DIM * 2,
         num_attention_heads=2,
         head_dim=DIM,
         max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA, **scaling},
+        rope_parameters={"rope_type": "default", "rope_theta": theta, **scaling},
     )
     heads = x.transpose(0, 1)[None]
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
@@ -94,6 +96,16 @@ def test_equals_transformers(name: str) -> None:
     op = rope(scaling=SCALINGS[name])
     expected = transformers_rope(x, POSITIONS, SCALINGS[name])
     torch.testing.assert_close(op.run(x, op.plan(POSITIONS)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_yarn_ramp_may_end_beyond_the_last_channel() -> None:
+    """With a small base even the slowest channel turns often."""
+    x = random(len(POSITIONS), 3, DIM)
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    op = rope(scaling=scaling, theta=10.0)
+    # Angles reach thousands of turns here: their float32 rounding alone moves the result by up to 1e-3.
+    expected = transformers_rope(x, POSITIONS, scaling, theta=10.0)
+    torch.testing.assert_close(op.run(x, op.plan(POSITIONS)), expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(SCALINGS) if name != "default"])

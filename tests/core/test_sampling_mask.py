@@ -87,7 +87,7 @@ def test_a_bad_word_may_begin_in_the_prompt() -> None:
 
 
 def test_a_bad_word_longer_than_the_history_is_not_masked() -> None:
-    row = {"prompt": [6], "bad_words": [[5, 6, 7], [0, 6, 8], [6, 9]]}
+    row = {"prompt": [6], "bad_words": [[5, 6, 7], [6, 6, 8], [6, 9]]}
     assert survivors([row]) == [[token for token in range(V) if token != 9]]
 
 

@@ -188,6 +188,14 @@ def test_top_p_keeps_a_token_while_the_mass_before_it_is_below() -> None:
     assert kept(result) == [[1], [1, 2], [0, 1, 2]]
 
 
+def test_top_p_stops_where_the_mass_is_reached_exactly() -> None:
+    assert kept(run("top_p", [[0.0] * 4], [{"top_p": 0.5}])) == [[0, 1]]
+
+
+def test_top_p_that_underflows_keeps_the_best() -> None:
+    assert kept(run("top_p", [[0.0, 1.0]], [{"top_p": 1e-46}])) == [[1]]
+
+
 def test_top_p_works_on_what_is_left() -> None:
     logits = [[math.log(0.5), -INF, math.log(0.3)]]
     assert kept(run("top_p", logits, [{"top_p": 0.62}])) == [[0]]

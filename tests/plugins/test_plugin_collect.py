@@ -29,6 +29,9 @@ EVERYTHING = """
     def deepinfer_gemm(device):
         return provider("gemm.linear")
     @hookimpl
+    def deepinfer_moe_communication(device):
+        return provider("moe.route")
+    @hookimpl
     def deepinfer_pointwise(device):
         return provider("pointwise.rope")
     @hookimpl
@@ -70,6 +73,7 @@ COLLECTED = {
     "deepinfer_probe": "DeviceInfo",
     "deepinfer_attention": "Provider",
     "deepinfer_gemm": "Provider",
+    "deepinfer_moe_communication": "Provider",
     "deepinfer_pointwise": "Provider",
     "deepinfer_sampling": "Provider",
     "deepinfer_runner_ops": "Provider",

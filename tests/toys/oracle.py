@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 def mix(token: Any, place: Any) -> Any:
     """A number below 2^20 that depends on a token and its place; works on ints, arrays and tensors."""
-    value = (token + 1) * 48271 + (place + 1) * 69621 + (token + 1) * (place + 1) * 16807
+    value = ((token + 1) * 48271 + (place + 1) * 69621 + (token + 1) * (place + 1) * 16807) % 2147483647
     value = (value * value) % 2147483647
     return value % 1048573
 

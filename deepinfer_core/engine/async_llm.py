@@ -1,0 +1,244 @@
+"""``AsyncLLM``: one engine shared by many asyncio tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.config import EngineConfig
+
+from .driver import EngineDriver
+from .intake import Prompt
+from .llm import LLM
+from .outputs import RequestOutput, StreamDelta
+from .request import Request
+from .sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """A model for asyncio programs. An async context manager; otherwise call :meth:`close`.
+
+    The engine runs in a thread of its own. Cancelling a task, closing a stream or a timeout ends that request
+    and no other. A stream that is read slowly gets its deltas joined, so nothing piles up; requests above
+    ``max_pending`` wait in their callers until others end.
+
+    Args:
+        model, accelerator, dtype, config, settings: as for :class:`~deepinfer_core.LLM`.
+        max_pending: most requests inside the engine, running and waiting.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        accelerator: str = "auto",
+        dtype: str = "auto",
+        config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        max_pending: int = 1024,
+        **settings: Any,
+    ) -> None:
+        if isinstance(max_pending, bool) or not isinstance(max_pending, int) or max_pending < 1:
+            raise InvalidRequestError(f"max_pending={max_pending!r}: expected an integer >= 1")
+        self._llm = LLM(model, accelerator=accelerator, dtype=dtype, config=config, **settings)
+        self._driver = EngineDriver(self._llm.engine.core, self._wake)
+        self._slots = asyncio.Semaphore(max_pending)
+        self._waiters: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._reserved: set[str] = set()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> RequestOutput:
+        """Complete one prompt.
+
+        Args:
+            request_id: unique among live requests; None makes one up.
+            timeout: seconds after which the request ends with ``error`` code ``timeout``; None: never.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid, or the id is live.
+        """
+        async with self._running(prompt, sampling_params, request_id, timeout, stream=False) as request:
+            await self._until_finished(request)
+            return self._llm.output(request)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[StreamDelta]:
+        """Complete one prompt, yielding deltas as they come; the last one of each completion has its finish reason.
+
+        Arguments and errors as for :meth:`generate`.
+        """
+        async with self._running(prompt, sampling_params, request_id, timeout, stream=True) as request:
+            finished = False
+            while not finished:
+                finished = await self._news(request)
+                for delta in _joined(request):
+                    yield delta
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        **template: Any,
+    ) -> RequestOutput:
+        """Answer one conversation; ``template`` as for :meth:`LLM.chat_prompt`."""
+        ids, text = self._llm.chat_prompt(messages, **template)
+        output = await self.generate(ids, sampling_params, request_id=request_id, timeout=timeout)
+        output.prompt = text
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with finish reason ``abort``. Unknown and finished ids are ignored."""
+        await asyncio.wrap_future(self._driver.abort(request_id))
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, or None."""
+        return self._llm.tokenizer
+
+    def explain(self) -> dict[str, Any]:
+        """As :meth:`LLM.explain`."""
+        return self._llm.explain()
+
+    async def close(self) -> None:
+        """Abort what runs, end the thread, release the device. Idempotent."""
+        await asyncio.to_thread(self._driver.close)
+        self._llm.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _running(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        timeout: float | None,
+        *,
+        stream: bool,
+    ) -> _Running:
+        return _Running(self, prompt, params or SamplingParams(), request_id or secrets.token_hex(8), timeout, stream)
+
+    def _wake(self, request: Request) -> None:
+        """Called in the engine's thread."""
+        waiter = self._waiters.get(request.request_id)
+        if waiter is not None:
+            loop, event = waiter
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+    async def _news(self, request: Request) -> bool:
+        """Wait until there is something to fetch; True when the request has ended."""
+        _, event = self._waiters[request.request_id]
+        while not request.outbox and not request.finished:
+            await event.wait()
+            event.clear()
+        return request.finished
+
+    async def _until_finished(self, request: Request) -> None:
+        while not await self._news(request):
+            request.outbox.clear()
+
+
+class _Running:
+    """A request from its admission to its end, whatever ends it."""
+
+    def __init__(
+        self,
+        owner: AsyncLLM,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        timeout: float | None,
+        stream: bool,
+    ) -> None:
+        self._owner = owner
+        self._prompt = prompt
+        self._params = params
+        self._id = request_id
+        self._timeout = timeout
+        self._stream = stream
+
+    async def __aenter__(self) -> Request:
+        owner = self._owner
+        if self._id in owner._reserved:
+            raise InvalidRequestError(f"request_id={self._id!r}: a request with this id is running")
+        owner._reserved.add(self._id)
+        try:
+            request = self._request()  # refuse bad input before waiting for room
+            await owner._slots.acquire()
+        except BaseException:
+            owner._reserved.discard(self._id)
+            raise
+        try:
+            owner._waiters[self._id] = (asyncio.get_running_loop(), asyncio.Event())
+            await asyncio.wrap_future(owner._driver.add(request))
+        except BaseException:
+            owner._driver.abort(self._id)
+            self._leave()
+            raise
+        return request
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._owner._driver.abort(self._id)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._owner._waiters.pop(self._id, None)
+        self._owner._slots.release()
+        self._owner._reserved.discard(self._id)
+
+    def _request(self) -> Request:
+        engine = self._owner._llm.engine
+        prompt = self._prompt
+        if self._timeout is not None:
+            fields = dict(prompt) if isinstance(prompt, Mapping) else {_key(prompt): prompt}
+            prompt = {**fields, "timeout_ms": self._timeout * 1000}
+        return engine.intake.request(self._id, prompt, self._params, now=engine.core.clock(), stream=self._stream)
+
+
+def _key(prompt: Any) -> str:
+    return "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+
+
+def _joined(request: Request) -> list[StreamDelta]:
+    """Take what the engine left in the outbox, one delta per completion."""
+    joined: dict[int, StreamDelta] = {}
+    while request.outbox:
+        delta = request.outbox.popleft()
+        before = joined.get(delta.index)
+        if before is not None:
+            delta = StreamDelta(
+                request_id=delta.request_id,
+                index=delta.index,
+                text=before.text + delta.text,
+                token_ids=before.token_ids + delta.token_ids,
+                finish_reason=delta.finish_reason,
+                error=delta.error,
+            )
+        joined[delta.index] = delta
+    return list(joined.values())
