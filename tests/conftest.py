@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
-from toys.checkpoints import open_toy, write_toy
+from toys.checkpoints import ToyLLM, open_toy, write_toy
 
 from deepinfer_core import LLM
-
-ToyLLM = Callable[..., LLM]
 
 CHECKPOINT_KEYS = ("tokenizer", "groups", "max_len", "vocab_size", "logits", "script", "count_mod", "eos_token_id")
 
@@ -20,6 +19,13 @@ CHECKPOINT_KEYS = ("tokenizer", "groups", "max_len", "vocab_size", "logits", "sc
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logging() -> Iterator[None]:
+    """An engine configures logging for the process; the next test starts without."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

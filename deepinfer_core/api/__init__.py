@@ -60,6 +60,7 @@ from .kv_layout import (
     LayerCache,
 )
 from .metrics import (
+    MetricKey,
     MetricSpec,
     MetricsRecord,
     MetricsSink,
@@ -141,6 +142,7 @@ from .sampling import (
     SamplingState,
     Stage,
 )
+from .sampling_stages import StageArgument, StageInfo
 from .scheduling import (
     Admit,
     EventKind,
@@ -229,6 +231,7 @@ __all__ = [
     "LogprobsResult",
     "Loser",
     "MemoryInfo",
+    "MetricKey",
     "MetricSpec",
     "MetricsRecord",
     "MetricsSink",
@@ -277,6 +280,8 @@ __all__ = [
     "SparseAttention",
     "SparseAttentionRequest",
     "Stage",
+    "StageArgument",
+    "StageInfo",
     "StepLayout",
     "Stream",
     "Supports",

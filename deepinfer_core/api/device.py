@@ -118,6 +118,11 @@ class Device(Protocol):
         """Compute dtype for ``dtype="auto"``, given the dtype name the checkpoint was saved in."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """True when ``submit`` returns before the work is done at no cost: the loop then runs one step ahead."""
+        ...
+
     def stream(self, *, overlap: bool) -> Stream:
         """A new stream. ``overlap=True`` asks that ``submit`` return before the work is done."""
         ...

@@ -17,6 +17,7 @@ from .metrics import MetricsSinkInfo
 from .model import ModelInfo
 from .plan import EnginePlan, Objection, PluginInfo
 from .provider import Provider
+from .sampling_stages import StageInfo
 from .scheduling import PolicyInfo
 from .speculation import DrafterInfo
 
@@ -61,6 +62,11 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:  # type: igno
 @hookspec
 def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
     """Providers of ``sampling.*`` operators for the chosen device."""
+
+
+@hookspec
+def deepinfer_sampling_stages() -> Sequence[StageInfo]:  # type: ignore[empty-body]
+    """Stages you add to the built-in ones; their providers come from ``deepinfer_sampling``. Provisional."""
 
 
 @hookspec

@@ -25,6 +25,7 @@ the float64 results rounded to float32: float32 logarithms of two libraries diff
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import attrs
@@ -62,6 +63,7 @@ class SamplingState:
         stop_ids: ``[S, K]`` int64.
         bias_ids, bias_values: ``[S, B]`` int64 and float32.
         bad_words: ``[S, W, N]`` int64, right-aligned sequences padded on the left with -1.
+        extra: argument of a plugin's stage -> ``[S]`` float32.
         allowed: ``[S, ceil(V/32)]`` int32 bit mask (bit set: allowed), or None when no request restricts.
     """
 
@@ -83,6 +85,7 @@ class SamplingState:
     bias_values: torch.Tensor
     bad_words: torch.Tensor
     allowed: torch.Tensor | None
+    extra: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
 
 
 @attrs.define(kw_only=True)
@@ -110,7 +113,7 @@ class SamplingBatch:
 
 @attrs.frozen(kw_only=True)
 class SamplingRequest(OpRequest):
-    """Asks for one stage (``stage`` of :data:`STAGES`), or for ``logprobs``."""
+    """Asks for one stage (``stage`` of :data:`STAGES`, or a plugin's), or for ``logprobs``."""
 
     op: ClassVar[str] = "sampling.stage"
 
@@ -123,7 +126,9 @@ class Stage(Protocol):
 
     A provider declares the caps ``spec_verify`` (right when several rows share a slot, each at its own
     position) and ``device_state`` (reads nothing but the state and the batch, so that it may be launched
-    before the host has seen the last step's tokens). A plan that demands either refuses it otherwise.
+    before the host has seen the last step's tokens). With a drafter the plan demands the first, one step ahead the
+    second: a provider without it is not eligible. ``scheduling.async_scheduling = "auto"`` goes one step ahead only
+    when every stage can.
     """
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

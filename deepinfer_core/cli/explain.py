@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -60,11 +59,10 @@ def _with_model(config: EngineConfig, model: str) -> dict[str, Any]:
 
 def _without_model(config: EngineConfig) -> dict[str, Any]:
     from deepinfer_core.config import shown_values
-    from deepinfer_core.engine.planning import open_registry
-    from deepinfer_core.plugins import choose_device
+    from deepinfer_core.engine.planning import open_registry, pick_device
 
     registry = open_registry(config)
-    device = choose_device(registry, config.accelerator, os.environ).device
+    device = pick_device(config, registry).device
     return {
         "facts": {
             "accelerator": device.backend,

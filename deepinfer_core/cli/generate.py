@@ -14,7 +14,7 @@ import click
 from deepinfer_core.api import ConfigError, InvalidRequestError
 
 from .guard import one_line
-from .options import EngineOptions, engine_options
+from .options import EngineOptions, run_options
 from .output import print_json
 from .prompts import PromptItem, read_prompts
 from .sampling_options import sampling_arguments, sampling_options
@@ -39,7 +39,7 @@ _EPILOG = (
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per result.")
 @click.option("--stream", is_flag=True, help="Write text as it comes.")
 @sampling_options
-@engine_options
+@run_options
 def generate(
     options: EngineOptions,
     prompts: tuple[str, ...],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -52,13 +51,12 @@ def inspect(options: EngineOptions, checkpoint: str, context: int | None, batch:
 
 def _needs(config: EngineConfig, checkpoint: Checkpoint, context: int | None, batch: int) -> dict[str, Any]:
     """Memory, if a loaded plugin knows the architecture; DeepInferError says why not."""
-    from deepinfer_core.engine.planning import describe_model, open_registry
-    from deepinfer_core.plugins import choose_device
+    from deepinfer_core.engine.planning import describe_model, open_registry, pick_device
 
     from .memory import cache_needs, weight_bytes
 
     registry = open_registry(config)
-    chosen = choose_device(registry, config.accelerator, os.environ)
+    chosen = pick_device(config, registry)
     device = chosen.device.provider.load()(chosen.device)
     spec: ModelSpec = describe_model(config, checkpoint, registry, device)[1]
     if context is not None and context > spec.max_model_len:

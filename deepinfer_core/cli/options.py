@@ -24,6 +24,7 @@ class EngineOptions:
     config_file: str | None = None
     sets: Sequence[str] = ()
     no_plugin: Sequence[str] = ()
+    record_trace: str | None = None
 
     def load(self) -> EngineConfig:
         """The configuration from all sources. An option of its own wins over ``--set``."""
@@ -38,6 +39,7 @@ class EngineOptions:
             ("--dtype", "model.dtype", self.dtype),
             ("--log-level", "logging.level", self.log_level),
             ("--no-plugin", "plugins.block", block),
+            ("--record-trace", "logging.trace_file", self.record_trace),
         ):
             if value is not None:
                 config = override(config, {path: value}, source=option)
@@ -56,11 +58,17 @@ _SHARED = (
     click.option("--no-plugin", metavar="NAME", multiple=True, help="Do not load this plugin; may be repeated."),
     click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error."),
 )
+_RECORD = click.option("--record-trace", metavar="FILE", help="Record arrivals and steps, for replay.")
 
 
 def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds all shared options; the command gets them as its first argument, an :class:`EngineOptions`."""
     return _add((*_ENGINE, *_SHARED), function)
+
+
+def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`engine_options`, for commands that run a model."""
+    return _add((*_ENGINE, *_SHARED, _RECORD), function)
 
 
 def plugin_options(function: Callable[..., Any]) -> Callable[..., Any]:

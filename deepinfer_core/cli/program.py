@@ -12,6 +12,10 @@ BUILT_IN = {
     "generate": ("Write text with a model.", "deepinfer_core.cli.generate:generate"),
     "plugins": ("List installed plugins, and why one is not used.", "deepinfer_core.cli.plugins:plugins"),
     "explain": ("Show what would run, and who decided it.", "deepinfer_core.cli.explain:explain"),
+    "bench": (
+        "Measure a model: time to first token, time per token, tokens per second.",
+        "deepinfer_core.cli.bench:bench",
+    ),
     "inspect": ("Show what a checkpoint holds and what memory it needs.", "deepinfer_core.cli.inspect:inspect"),
 }
 """Name -> (help, where the command is)."""

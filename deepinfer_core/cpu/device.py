@@ -75,6 +75,11 @@ class CpuDevice:
         """float32: few hosts have 16-bit units, and emulating them is several times slower."""
         return "float64" if stored == "float64" else "float32"
 
+    @property
+    def overlaps(self) -> bool:
+        """False: a worker thread competes with the host's own work for the same cores."""
+        return False
+
     def stream(self, *, overlap: bool) -> Stream:
         return ThreadStream(self.num_threads) if overlap else InlineStream()
 

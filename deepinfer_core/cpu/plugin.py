@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from deepinfer_core.api import DeviceInfo, LazyRef, PluginInfo, ProbeEnv, hookimpl
+from deepinfer_core.api import (
+    DeviceInfo,
+    LazyRef,
+    LinearRequest,
+    PagedAttentionRequest,
+    PluginInfo,
+    ProbeEnv,
+    Provider,
+    Supports,
+    WriteKVRequest,
+    hookimpl,
+    no,
+    yes,
+)
+
+SCORE = 100
+CAPS = frozenset({"deterministic", "spec_verify"})
+KV_CAPS = CAPS | {"kv_layout:paged"}
 
 
 @hookimpl
@@ -30,6 +48,62 @@ def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
             fallback="allow",
             legacy_names=(),
         )
+    ]
+
+
+def _provider(name: str, op: str, target: str, caps: frozenset[str], supports: Callable[[Any], Supports]) -> Provider:
+    return Provider(name=name, op=op, build=LazyRef(f"deepinfer_core.cpu.{target}"), caps=caps, supports=supports)
+
+
+def _float32(request: Any, *fields: str) -> Supports:
+    """Yes on the host when these fields all say float32."""
+    if request.device_type != "cpu":
+        return no(f"runs on cpu, not {request.device_type}")
+    for field in fields:
+        if getattr(request, field) != "float32":
+            return no(f"computes in float32; {field} is {getattr(request, field)}")
+    return yes(SCORE)
+
+
+def _linear(request: LinearRequest) -> Supports:
+    return _float32(request, "dtype", "out_dtype")
+
+
+def _write_kv(request: WriteKVRequest) -> Supports:
+    return _float32(request, "dtype", "cache_dtype")
+
+
+def _paged(request: PagedAttentionRequest) -> Supports:
+    if request.softcap is not None:
+        return no("has no soft cap")
+    if request.sinks:
+        return no("has no sinks")
+    return _float32(request, "dtype", "cache_dtype")
+
+
+def _pointwise(request: Any) -> Supports:
+    return _float32(request, "dtype")
+
+
+@hookimpl
+def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv),
+        _provider("paged_in_place", "attention.paged", "attention:PagedAttention", KV_CAPS, _paged),
+    ]
+
+
+@hookimpl
+def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
+    return [_provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear)]
+
+
+@hookimpl
+def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("rms_norm", "pointwise.rms_norm", "pointwise:RmsNorm", CAPS, _pointwise),
+        _provider("swiglu", "pointwise.swiglu", "pointwise:Swiglu", CAPS, _pointwise),
+        _provider("rope", "pointwise.rope", "pointwise:Rope", CAPS, _pointwise),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -17,13 +17,14 @@ from deepinfer_core.api import (
     ModelContext,
 )
 from deepinfer_core.checkpoint import Checkpoint, check_tensors
-from deepinfer_core.plugins import OpTable, freeze
+from deepinfer_core.plugins import OpTable, WrapOp, freeze
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
 
 from .commit import Committer
 from .core import EngineCore
 from .intake import Intake, Limits
 from .kv_cache import KVCache
+from .open_observer import OpenSink, connect, open_sinks
 from .planner import Planner
 from .planning import PlannedEngine, group_slot
 from .runner import Runner
@@ -45,9 +46,11 @@ class Engine:
     ops: OpTable
     model: Model
     memory: Mapping[str, int]
+    sinks: Mapping[str, OpenSink]
 
     def close(self) -> None:
         self.core.close()
+        self.core.observer.close()
         self.planned.registry.notify("deepinfer_worker_stop", rank=0)
 
 
@@ -58,11 +61,13 @@ def build_engine(
     *,
     progress: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
+    wrap_op: WrapOp | None = None,
 ) -> Engine:
     """Load weights, allocate caches and start the loop of a plan.
 
     Args:
         progress: called with a tensor's name after it was loaded.
+        wrap_op: replaces each operator as the table is made, for measurements.
 
     Raises:
         CheckpointError: the checkpoint does not fit the model. ConfigError: the caches do not fit the memory.
@@ -71,8 +76,9 @@ def build_engine(
     check_tensors(checkpoint.weights, spec.tensors)
     if tokenizer is not None:
         check_tokenizer(tokenizer, spec.vocab_size)
+    sinks = open_sinks(planned)
     planned.registry.notify("deepinfer_worker_start", plan=planned.plan, rank=0)
-    ops = freeze(planned.plan.choices, planned.providers, planned.context_for)
+    ops = freeze(planned.plan.choices, planned.providers, planned.context_for, wrap_op)
     planned.registry.freeze()
     model = planned.definition.build(
         ModelContext(
@@ -107,10 +113,10 @@ def build_engine(
     )
     token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
     speculator = _speculator(planned, token_limit)
-    ahead = 1 if config.scheduling.async_scheduling is True and not spec.host_token_ids and not speculator else 0
+    ahead = 1 if planned.runs_ahead and speculator is None else 0
     runner = Runner(
         device=device,
-        stream=device.stream(overlap=bool(ahead)),
+        stream=planner.observer.timed(device.stream(overlap=bool(ahead))),
         model=model,
         ops=ops,
         cache=cache,
@@ -118,6 +124,7 @@ def build_engine(
         slots=slots,
         vocab_size=spec.vocab_size,
         token_limit=token_limit,
+        extra_stages=planned.stages,
     )
     committer = Committer(
         planner=planner,
@@ -136,7 +143,9 @@ def build_engine(
         chunked_prefill=config.scheduling.chunked_prefill,
         eos_token_ids=eos_token_ids(checkpoint, tokenizer),
         cache_domain=cache_domain(planned, checkpoint),
+        extra_arguments={name: argument for info in planned.stages for name, argument in info.arguments.items()},
     )
+    connect(planner.observer, planned, sinks, planner=planner, speculator=speculator, model=model)
     return Engine(
         planned=planned,
         core=EngineCore(
@@ -146,6 +155,7 @@ def build_engine(
         tokenizer=tokenizer,
         ops=ops,
         model=model,
+        sinks=sinks,
         memory={f"cache_{name}": num_blocks[name] * size for name, size in block_bytes.items()},
     )
 
@@ -180,9 +190,10 @@ def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: 
     use; a window group what running requests can look back on plus one step's rows.
     """
     config, spec = planned.config, planned.spec
-    if config.kv_cache.num_blocks is not None:
-        return {g.name: config.kv_cache.num_blocks for g in spec.cache_groups}
     running, block_size = config.scheduling.max_running, config.kv_cache.block_size
+    if config.kv_cache.num_blocks is not None:
+        _check_window_blocks(spec.cache_groups, config.kv_cache.num_blocks, block_size)
+        return {g.name: config.kv_cache.num_blocks for g in spec.cache_groups}
     most = {
         g.name: _most_blocks(g, spec.max_model_len, running, config.scheduling.max_batch_tokens, block_size)
         for g in spec.cache_groups
@@ -202,6 +213,17 @@ def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: 
                 "lower model.max_model_len or raise kv_cache.memory_fraction"
             )
     return blocks
+
+
+def _check_window_blocks(groups: Sequence[CacheGroupSpec], num_blocks: int, block_size: int) -> None:
+    """Refuse pools too small for one row of a model whose cache has windows only; others are bounded by their length."""
+    windows = [g.window for g in groups if g.window is not None]
+    need = 2 + max((-(-(window - 1) // block_size) for window in windows), default=0)
+    if groups and len(windows) == len(groups) and num_blocks < need:
+        raise ConfigError(
+            f"kv_cache.num_blocks={num_blocks}: a window of {max(windows)} tokens needs at least {need} "
+            f"blocks of {block_size}, the null block included"
+        )
 
 
 def _most_blocks(group: CacheGroupSpec, max_model_len: int, running: int, batch_tokens: int, block_size: int) -> int:

@@ -68,6 +68,8 @@ class Committer:
         else:
             tokens = self.device.download(result.sampled.tokens)
             kept, computed = self._accept(step, tokens)
+            broken = step.inputs.sample_slots[tokens < 0]
+            computed[np.isin(step.plan.slots, broken)] = 0  # a broken step's rows are served to nobody
             self._record(step, tokens, kept, out)
             self._publish(step.plan.slots, computed)
             self._look(step, result, tokens, kept, out)
@@ -117,7 +119,8 @@ class Committer:
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
         request = sequence.request
         if request.streams:
-            out.post(request, StreamDelta(request.request_id, sequence.child, tail, [], reason, error))
+            ids = self._unstreamed(sequence)
+            out.post(request, StreamDelta(request.request_id, sequence.child, tail, ids, reason, error))
         tokens = self.slots.output_len(sequence)
         if sequence.slot >= 0 and self.slots.in_flight[sequence.slot]:
             self.planner.stop_scheduling(sequence)
@@ -128,6 +131,7 @@ class Committer:
         self.planner.tell("aborted" if reason == "abort" else "finished", sequence, tokens)
         if request.finished:
             request.metrics.finished = self.clock()
+            self.planner.observer.finished(request)
             out.finished.append(request)
 
     # ---- tokens
@@ -164,6 +168,8 @@ class Committer:
             sequence = self.slots.sequence[slot]
             if sequence is not None and sequence.status == "running":
                 request_id, child = sequence.request.request_id, sequence.child
+                sequence.request.metrics.proposed_drafts += proposed
+                sequence.request.metrics.accepted_drafts += accepted
                 verified.append(
                     Verified(request_id=request_id, child=child, proposed=proposed, accepted=accepted, tokens=tokens)
                 )
@@ -181,7 +187,7 @@ class Committer:
     def _look(self, step: LaunchedStep, result: StepResult, tokens: Array, kept: Array, out: Committed) -> None:
         """Go through the rows that may end something or that somebody watches, in token order."""
         table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
-        stops = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) & (positions >= table.min_end[slots])
+        stops = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) & (positions + 1 >= table.min_end[slots])
         full = positions + 1 >= table.max_len[slots]
         first = positions == table.prompt_len[slots]
         live = kept & ~table.finished[slots]
@@ -194,8 +200,8 @@ class Committer:
             assert sequence is not None
             if sequence.status != "running":
                 continue  # ended by a token before this one in the same step
-            if first[row] and sequence.request.metrics.first_token is None:
-                sequence.request.metrics.first_token = self.clock()
+            if first[row] and tokens[row] >= 0:
+                self.planner.observer.first_token(sequence)
             slot, known = sequence.slot, int(positions[row]) + (tokens[row] >= 0)
             after = int(table.committed[slot]) - known
             table.committed[slot] = known  # should this token end it, those after it never were
@@ -219,13 +225,25 @@ class Committer:
             delta = sequence.detokenizer.push((token,))
             stopped = sequence.detokenizer.stopped
         if request.streams:
-            out.post(request, StreamDelta(request.request_id, sequence.child, delta, [token]))
+            # Ids wait while text does: should it turn out to hold a stop string, they may never have been.
+            open_match = sequence.detokenizer is not None and (sequence.detokenizer.holds_back or stopped is not None)
+            ids = [] if open_match else self._unstreamed(sequence)
+            if delta or ids:
+                out.post(request, StreamDelta(request.request_id, sequence.child, delta, ids))
         if stops:
             self.finish(sequence, "stop", out, stop_reason=None if token in request.eos_token_ids else token)
         elif stopped is not None:
             self.finish(sequence, "stop", out, stop_reason=stopped)
         elif full:
             self.finish(sequence, "length", out)
+
+    def _unstreamed(self, sequence: Sequence) -> list[int]:
+        """Output ids that no delta has carried yet; from now on they count as streamed."""
+        slot, first = sequence.slot, sequence.prompt_len + sequence.streamed
+        known = sequence.tokens if slot < 0 else self.slots.tokens[slot, : self.slots.committed[slot]]
+        ids: list[int] = known[first:].tolist()
+        sequence.streamed += len(ids)
+        return ids
 
     def _trim(self, sequence: Sequence, output_tokens: int) -> None:
         """Drop tokens after the one that completed the stop string; a longer match may have been possible."""

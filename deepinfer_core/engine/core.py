@@ -47,6 +47,7 @@ class EngineCore:
         self.ahead = ahead
         self.speculator = speculator
         self.clock = clock
+        self.observer = planner.observer
         self.requests: dict[str, Request] = {}
         self._launched: deque[LaunchedStep] = deque()
         self._expiry: list[tuple[float, str]] = []
@@ -77,7 +78,7 @@ class EngineCore:
                 error = RequestError("rejected", f"the scheduling policy refused the request: {answer.reason}")
                 self._end(request, "error", out, error)
             elif request.expires is not None:
-                heapq.heappush(self._expiry, (request.expires, request.request_id))
+                self._watch(request.expires, request.request_id)
         return self._collect(out)
 
     def abort(self, request_ids: Iterable[str]) -> Committed:
@@ -114,12 +115,22 @@ class EngineCore:
         self.runner.close()
 
     def _launch_and_commit(self) -> Committed:
+        started = self.clock()
         plan = self.planner.plan(self._drafts())
         if plan is not None:
+            planned = self.clock()
             self._launched.append(self.runner.launch(plan))
+            self.observer.launched(plan, started, planned)
         if len(self._launched) > (self.ahead if plan is not None else 0):
             return self._commit_oldest()
         return Committed()
+
+    def _watch(self, expires: float, request_id: str) -> None:
+        """Remember a time limit, and forget those of requests that ended, once these are the larger part."""
+        heapq.heappush(self._expiry, (expires, request_id))
+        if len(self._expiry) > 2 * len(self.requests) + 16:
+            self._expiry = [entry for entry in self._expiry if entry[1] in self.requests]
+            heapq.heapify(self._expiry)
 
     def _expire(self) -> Committed:
         """End requests whose own time limit passed."""
@@ -143,6 +154,7 @@ class EngineCore:
 
     def _commit_oldest(self) -> Committed:
         step = self._launched.popleft()
+        self.observer.wait_starts(step.plan, step.event)
         try:
             result = step.event.wait()
         except BaseException as error:
@@ -151,10 +163,15 @@ class EngineCore:
                 return failed
             self._collect(failed)
             raise  # an interrupt: the step's requests ended, the engine is clean
+        self.observer.wait_ends()
         self.planner.step_succeeded()
-        return self.committer.commit(step, result)
+        out = self.committer.commit(step, result)
+        timing = self.observer.committed(out.output_tokens)
+        self.planner.step_cost.record(timing.tokens, timing.seconds)
+        return out
 
     def _step_failed(self, step: LaunchedStep, error: BaseException) -> Committed:
+        self.observer.step_failed()
         if self.runner.device.is_out_of_memory(error):
             if self.planner.back_off():
                 log.warning("out of memory: the step is tried again with fewer tokens", tokens=step.plan.num_tokens)
@@ -171,6 +188,7 @@ class EngineCore:
     def _collect(self, out: Committed) -> Committed:
         for request in out.finished:
             self.requests.pop(request.request_id, None)
+        self.observer.flush()
         return out
 
 

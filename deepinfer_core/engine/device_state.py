@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import torch
 
-from deepinfer_core.api import Device, SamplingState
+from deepinfer_core.api import Device, SamplingState, StageInfo
 
 from .request import Sequence
 
@@ -31,7 +31,8 @@ class SlotRow:
 class DeviceState:
     """Owns the :class:`SamplingState` of an engine and widens it as requests need more."""
 
-    def __init__(self, device: Device, slots: int, vocab_size: int) -> None:
+    def __init__(self, device: Device, slots: int, vocab_size: int, extra: SequenceOf[StageInfo] = ()) -> None:
+        self._off = {name: argument.off for info in extra for name, argument in info.arguments.items()}
         self.device = device
         self.vocab_size = vocab_size
         where = device.torch_device
@@ -58,6 +59,7 @@ class DeviceState:
             bias_values=full(0.0, 1, dtype=torch.float32),
             bad_words=full(_OFF, 1, 1),
             allowed=None,
+            extra={name: full(off, dtype=torch.float32) for name, off in self._off.items()},
         )
 
     def write(self, rows: SequenceOf[SlotRow]) -> None:
@@ -74,9 +76,10 @@ class DeviceState:
 
         put(state.prompt_len, [len(r.prompt_token_ids) for r in requests], np.int64)
         put(state.temperature, [p.temperature for p in params], np.float32)
-        put(state.min_p, [p.min_p for p in params], np.float32)
-        put(state.top_p, [p.top_p for p in params], np.float32)
-        put(state.top_k, [p.top_k for p in params], np.int64)
+        # Off for greedy rows, so that their processed logits do not depend on which stages their neighbours need.
+        put(state.min_p, [0.0 if p.is_greedy else p.min_p for p in params], np.float32)
+        put(state.top_p, [1.0 if p.is_greedy else p.top_p for p in params], np.float32)
+        put(state.top_k, [0 if p.is_greedy else p.top_k for p in params], np.int64)
         put(state.presence, [p.presence_penalty for p in params], np.float32)
         put(state.frequency, [p.frequency_penalty for p in params], np.float32)
         put(state.repetition, [p.repetition_penalty for p in params], np.float32)
@@ -84,6 +87,8 @@ class DeviceState:
         put(state.seed_hi, [r.seed >> 32 for r in requests], np.int64)
         put(state.child, [r.sequence.child for r in rows], np.int64)
         put(state.min_end, [len(r.prompt_token_ids) + r.params.min_tokens for r in requests], np.int64)
+        for name, off in self._off.items():
+            put(state.extra[name], [dict(p.extra_args).get(name, off) for p in params], np.float32)
         state.stop_ids = self._put_ragged(state.stop_ids, slots, [r.eos_token_ids for r in requests])
         biases = [p.logit_bias for p in params]
         state.bias_ids = self._put_ragged(state.bias_ids, slots, [[i for i, _ in b] for b in biases])

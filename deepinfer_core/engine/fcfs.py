@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from deepinfer_core.api import Admit, RequestView, SchedulingEvent, SystemView, TokenSplit
 
 
@@ -26,8 +24,7 @@ class FirstComeFirstServed:
         return TokenSplit(decode=view.max_batch_tokens, prefill=view.max_batch_tokens)
 
     def victims(self, view: SystemView, need_blocks: int) -> Sequence[int]:
-        newest_first: list[int] = np.argsort(-view.running.arrival, kind="stable").tolist()
-        return newest_first
+        return range(len(view.running.ids) - 1, -1, -1)  # the view is in arrival order
 
     def on_event(self, event: SchedulingEvent) -> None:
         return None

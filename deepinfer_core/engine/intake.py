@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.api import InvalidRequestError, StageArgument
 from deepinfer_core.tokenizer import IncrementalDetokenizer, Tokenizer
 
 from .block_hash import domain_key
@@ -38,6 +38,7 @@ class Limits:
     chunked_prefill: bool
     eos_token_ids: tuple[int, ...]
     cache_domain: tuple[str, ...]
+    extra_arguments: Mapping[str, StageArgument] = attrs.field(factory=dict)
 
 
 def split_prompts(prompts: Any) -> list[Prompt]:
@@ -189,6 +190,7 @@ class Intake:
             raise InvalidRequestError(f"n={params.n}: expected at most scheduling.max_running={limits.max_running}")
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise InvalidRequestError("stop and bad_words are text, but the checkpoint has no tokenizer")
+        self._check_extra(params)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for item in getattr(params, name) or ():
                 token = item[0] if isinstance(item, tuple) else item
@@ -204,6 +206,18 @@ class Intake:
                 raise InvalidRequestError(
                     f"{name}={wanted}: {positions} positions of {width} entries are more than "
                     f"{WHOLE_VOCABULARY_LIMIT}: ask for fewer alternatives or tokens"
+                )
+
+    def _check_extra(self, params: SamplingParams) -> None:
+        known = self.limits.extra_arguments
+        for name, value in params.extra_args:
+            argument = known.get(name)
+            if argument is None:
+                loaded = f"loaded plugins know {', '.join(sorted(known))}" if known else "no loaded plugin adds any"
+                raise InvalidRequestError(f"extra_args[{name!r}]: no sampling stage has this argument; {loaded}")
+            if not argument.low <= value <= argument.high:
+                raise InvalidRequestError(
+                    f"extra_args[{name!r}]={value!r}: expected a number in [{argument.low}, {argument.high}]"
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

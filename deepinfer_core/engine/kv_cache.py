@@ -94,6 +94,11 @@ class KVCache:
         return min(usable, default=2**31) * self.block_size
 
     @property
+    def window_capacity(self) -> int:
+        """Tokens that the window groups could hold of one request at a time, however long it is."""
+        return min((g.pool.num_usable for g in self._windows), default=2**31) * self.block_size
+
+    @property
     def free_blocks(self) -> int:
         return min((g.pool.num_free for g in self.groups.values()), default=2**31)
 
@@ -117,8 +122,11 @@ class KVCache:
                 while found < blocks and group.pool.find(keys[found]) is not None:
                     found += 1
                 blocks = found
-        for group in self._windows:
-            blocks = self._window_prefix(group, keys, blocks, length)
+        before = -1
+        while blocks != before:  # a shorter prefix has another last window, in every group
+            before = blocks
+            for group in self._windows:
+                blocks = self._window_prefix(group, keys, blocks, length)
         tokens = min(blocks * self.block_size, length - 1)
         return PrefixHit(
             tokens=tokens,
@@ -165,6 +173,15 @@ class KVCache:
             if max(wanted - len(found), 0) + idle > group.pool.num_free:
                 return False
         return True
+
+    def window_room(self, hit: PrefixHit) -> int:
+        """Most rows that a new request with this hit could run now, as far as the window groups go."""
+        room = 2**31
+        for group in self._windows:
+            found = hit.found.get(group.spec.name, [])
+            idle = sum(1 for block in found if block and group.pool.is_idle(block))
+            room = min(room, (len(found) + group.pool.num_free - idle) * self.block_size - hit.tokens)
+        return room
 
     def start(self, slot: int, hit: PrefixHit) -> None:
         """Give a slot its shared prefix. Blocks found by the hit must not have been evicted since."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,19 +11,20 @@ from typing import Any, Self
 import attrs
 
 from deepinfer_core.api import InvalidRequestError
-from deepinfer_core.checkpoint import Checkpoint, open_checkpoint
 from deepinfer_core.config import EngineConfig, load_config, override, shown_values
 from deepinfer_core.plugins import explain_plan
-from deepinfer_core.tokenizer import Tokenizer, load_tokenizer
+from deepinfer_core.tokenizer import Tokenizer
 
-from .assemble import Engine, build_engine
+from .assemble import Engine
 from .commit import Committed
+from .decision_log import why_waiting
 from .intake import Prompt, split_params, split_prompts
 from .interrupts import between_steps
 from .logs import configure_logging
+from .open_engine import open_engine
+from .open_observer import exported_text
 from .outputs import CompletionOutput, RequestOutput, StreamDelta
-from .planning import make_plan
-from .progress import loading_bar, prompts_bar
+from .progress import prompts_bar
 from .request import Request
 from .sampling_params import SamplingParams
 
@@ -57,11 +57,7 @@ class LLM:
         self._lock = threading.RLock()
         self._next_id = 0
         self._closed = False
-        with open_checkpoint(str(self.config.model.path)) as checkpoint:
-            tokenizer = _tokenizer(self.config, checkpoint)
-            planned = make_plan(self.config, checkpoint, os.environ)
-            with loading_bar(len(planned.spec.tensors), enabled=self.config.logging.progress) as loaded:
-                self.engine: Engine = build_engine(planned, checkpoint, tokenizer, progress=loaded)
+        self.engine: Engine = open_engine(self.config)
 
     # ---- generation
 
@@ -206,6 +202,22 @@ class LLM:
         """Every choice with its reason, the device, where each setting came from, and memory in bytes."""
         return explain(self.engine.planned.plan, self.config) | {"memory": dict(self.engine.memory)}
 
+    def why_waiting(self, request_id: str) -> str | None:
+        """Why a request is not running yet, or no longer: one line; None for one that runs, ended or is unknown.
+
+        May be called from any thread. ``RequestOutput.metrics.timeline`` holds the reasons of the past.
+        """
+        request = self.engine.core.requests.get(request_id)
+        return None if request is None else why_waiting(self.engine.core.planner, request)
+
+    def metrics_text(self) -> str:
+        """All metrics as text, from the first sink of ``logging.metrics`` that can (``prometheus``). Any thread.
+
+        Raises:
+            ConfigError: there is no such sink.
+        """
+        return exported_text(self.engine.core.observer.metrics, self.engine.sinks)
+
     def close(self) -> None:
         """Abort what runs and release the device. Idempotent."""
         if not self._closed:
@@ -242,9 +254,3 @@ def _configure(model: str, accelerator: str, dtype: str, config: Any, settings: 
     if isinstance(config, Mapping):
         return override(load_config(overrides=config), arguments)
     return load_config(file=config, overrides=arguments)
-
-
-def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    if config.model.tokenizer is None:
-        return load_tokenizer(checkpoint)
-    return load_tokenizer(attrs.evolve(checkpoint, tokenizer_source=Path(config.model.tokenizer)))

@@ -7,6 +7,8 @@ from typing import Literal
 
 import attrs
 
+from .timeline import TimelineEvent
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 ErrorCode = Literal["nan_logits", "no_allowed_token", "rejected", "timeout", "out_of_memory", "internal"]
@@ -64,9 +66,14 @@ class CompletionOutput:
 
 @attrs.define
 class RequestMetrics:
-    """Times of one request, seconds on one monotonic clock (``arrival`` is its zero point's name only).
+    """One request's times and counts, over all its completions. Times are seconds on the engine's monotonic clock.
 
-    ``cached_tokens`` is what the prefix cache gave; ``preemptions`` counts how often it had to start again.
+    Attributes:
+        first_scheduled: when it first got into a step. first_token: when the first token of any completion was known.
+        cached_tokens: what the prefix cache gave. preemptions: how often a completion had to start again.
+        output_tokens: of all completions. longest_output: of the longest one.
+        proposed_drafts, accepted_drafts: draft tokens verified, and those of them that were right.
+        timeline: ``(time, event, detail)``, in order of time; see :class:`TimelineEvent`.
     """
 
     arrival: float
@@ -75,15 +82,33 @@ class RequestMetrics:
     finished: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    output_tokens: int = 0
+    longest_output: int = 0
+    proposed_drafts: int = 0
+    accepted_drafts: int = 0
+    timeline: list[TimelineEvent] = attrs.field(factory=list)
 
     @property
     def queue_time(self) -> float | None:
+        """From arrival to the first step."""
         return None if self.first_scheduled is None else self.first_scheduled - self.arrival
 
     @property
     def ttft(self) -> float | None:
         """Time to first token."""
         return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, of the longest completion; None before the end, or for one token."""
+        if self.first_token is None or self.finished is None or self.longest_output < 2:
+            return None
+        return (self.finished - self.first_token) / (self.longest_output - 1)
+
+    @property
+    def e2e(self) -> float | None:
+        """From arrival to the end."""
+        return None if self.finished is None else self.finished - self.arrival
 
 
 @attrs.define

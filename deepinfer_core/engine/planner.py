@@ -14,20 +14,18 @@ from typing import Any
 
 import attrs
 import numpy as np
-import structlog
 
-from deepinfer_core.api import Admit, EventKind, Policy, SchedulingEvent, SystemView, TokenSplit
+from deepinfer_core.api import Admit, EventKind, Policy, SystemView, TokenSplit
 
 from .block_hash import extend_keys
 from .kv_cache import KVCache, PrefixHit
+from .observer import Observer
 from .preemption import Preemption
 from .request import Sequence
 from .slot_table import SlotTable
 from .step_cost import StepCost
 from .views import make_view, request_view
 from .waiting import WaitingQueue
-
-log = structlog.get_logger("deepinfer.planner")
 
 Array = np.ndarray[Any, Any]
 
@@ -81,8 +79,10 @@ class Planner:
         max_batch_tokens: int,
         chunked_prefill: bool,
         clock: Callable[[], float] = time.monotonic,
+        observer: Observer | None = None,
     ) -> None:
         self.policy = policy
+        self.observer = observer or Observer(slots, clock=clock)
         self.cache = cache
         self.slots = slots
         self.max_batch_tokens = max_batch_tokens
@@ -146,14 +146,7 @@ class Planner:
         sequence.status = "finished"
 
     def tell(self, kind: EventKind, sequence: Sequence, tokens: int = 0) -> None:
-        request = sequence.request
-        event = SchedulingEvent(
-            kind=kind, request_id=request.request_id, time=self.clock(), tokens=tokens, tenant=request.tenant
-        )
-        try:
-            self.policy.on_event(event)
-        except Exception:
-            log.exception("scheduling policy raised in on_event", kind=kind, request_id=request.request_id)
+        self.observer.tell(self.policy, kind, sequence, tokens)
 
     # ---- memory pressure
 
@@ -268,9 +261,12 @@ class Planner:
         return rows
 
     def _chunk(self, rest: int, budget: int) -> int:
+        """Rows of ``rest`` to run now. Without chunking all or none, unless they can never run at once:
+        replayed outputs may make a request longer than a step, and a prompt longer than a window's blocks."""
         if rest <= budget:
             return rest
-        return max(budget, 0) if self.chunked_prefill else 0
+        splits = self.chunked_prefill or rest > min(self.max_batch_tokens, self.cache.window_capacity)
+        return max(budget, 0) if splits else 0
 
     # ---- admission
 
@@ -283,16 +279,16 @@ class Planner:
             if budget <= 0 or not self.slots.num_free:
                 break
             if self._sibling_is_prefilling(sequence):
-                sequence.waiting_for = "its first completion's prompt, to share it"
+                self.observer.waits(sequence, "its first completion's prompt, to share it")
                 continue
             known = len(sequence.tokens)
             hit = self.lookup(sequence)
-            chunk = self._chunk(known - hit.tokens, budget)
+            chunk = self._chunk(known - hit.tokens, min(budget, self.cache.window_room(hit)))
             if chunk == 0:
-                sequence.waiting_for = "a step with room for its whole prompt"
+                self.observer.waits(sequence, "a step with room for its whole prompt")
                 break
             if not self.cache.room_for(hit, chunk, min(known + 1, sequence.request.max_len)):
-                sequence.waiting_for = "free cache blocks"
+                self.observer.waits(sequence, "free cache blocks")
                 break
             self.waiting.remove(sequence)
             slot = self.slots.take(sequence, hit.tokens)
@@ -345,7 +341,7 @@ class Planner:
 
     def _note_waiting(self, reason: str) -> None:
         if len(self.waiting):
-            self.waiting.at(0).waiting_for = reason
+            self.observer.waits(self.waiting.at(0), reason)
 
     def _unstick(self) -> StepPlan | None:
         """Nothing fits, so the oldest ready sequence gets the room of the newest ones."""

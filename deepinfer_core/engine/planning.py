@@ -32,10 +32,13 @@ from deepinfer_core.api import (
     PlanError,
     Policy,
     Provider,
+    SamplingRequest,
+    StageInfo,
 )
 from deepinfer_core.checkpoint import Checkpoint
 from deepinfer_core.config import EngineConfig, check_environment, check_plugin_tables, plugin_settings
 from deepinfer_core.plugins import (
+    DeviceChoice,
     Registry,
     check_user_keys,
     choose,
@@ -45,8 +48,9 @@ from deepinfer_core.plugins import (
     resolve,
 )
 
+from .loop_mode import AHEAD, loop_mode, sampling_demands
 from .runner import runner_requests
-from .sampler import sampling_requests
+from .sampler import sampling_requests, stage_order
 
 PROVIDER_HOOKS = (
     "deepinfer_attention",
@@ -75,7 +79,12 @@ class PlannedEngine:
     providers: list[tuple[str, Provider]]
     policy: Policy
     drafter: Drafter | None
+    stages: tuple[StageInfo, ...]
     objections: tuple[str, ...]
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.plan.facts["loop"] == AHEAD
 
     def context_for(self, plugin: str) -> BuildContext:
         """What a plugin's providers build with."""
@@ -120,11 +129,19 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         PluginError, DeviceError, PlanError, ConfigError, CheckpointError: whatever was asked for and cannot be met.
     """
     registry = open_registry(config, environ)
-    chosen = choose_device(registry, config.accelerator, environ)
+    chosen = pick_device(config, registry, environ)
     device: Device = chosen.device.provider.load()(chosen.device)
     definition, spec = describe_model(config, checkpoint, registry, device)
     providers = [item for hook in PROVIDER_HOOKS for item in registry.collect(hook, device=chosen.device)]
-    choices = _choose_all(config, spec, providers, chosen.device.type, chosen.plugin, _fallback(config, chosen.device))
+    stages = _extra_stages(registry)
+    requests = {
+        **spec.ops,
+        **runner_requests(chosen.device.type, _demands(config), config.kv_cache.block_size),
+        **sampling_requests(
+            stage_order(stages), spec.vocab_size, chosen.device.type, _demands(config) | sampling_demands(config)
+        ),
+    }
+    choices = _choose_all(config, spec, requests, providers, chosen, _fallback(config, chosen.device))
     policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
     drafter = _drafter(config, registry)
     plan = EnginePlan(
@@ -137,7 +154,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         policy=f"{policy_plugin}:{policy_info.name}",
         drafter=None if drafter is None else f"{drafter[0]}:{drafter[1].name}",
         features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
-        facts=dict(device.describe()),
+        facts={**device.describe(), "loop": loop_mode(config, spec, device, _sampling_providers(choices, providers))},
     )
     objections = [o for _, o in registry.collect("deepinfer_check_plan", plan=plan)]
     errors = [o.text for o in objections if o.severity == "error"]
@@ -152,9 +169,16 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         spec=spec,
         providers=providers,
         policy=policy_info.factory.load()(_settings(config, registry, policy_plugin)),
+        stages=stages,
         drafter=None if drafter is None else drafter[1].factory.load()(_settings(config, registry, drafter[0])),
         objections=tuple(o.text for o in objections),
     )
+
+
+def pick_device(config: EngineConfig, registry: Registry, environ: Mapping[str, str] = os.environ) -> DeviceChoice:
+    """The device of a configuration. A name from the environment may also be one of the original engine's."""
+    from_environment = config.sources.get("accelerator", "").startswith("environment")
+    return choose_device(registry, None if from_environment else config.accelerator, environ)
 
 
 def describe_model(
@@ -207,26 +231,22 @@ def group_slot(group: CacheGroupSpec) -> str:
 def _choose_all(
     config: EngineConfig,
     spec: ModelSpec,
+    requests: Mapping[str, OpRequest],
     providers: list[tuple[str, Provider]],
-    device_type: str,
-    backend_plugin: str,
+    chosen: DeviceChoice,
     fallback: FallbackPolicy,
 ) -> tuple[Choice, ...]:
     """Layouts first: what they are called is a demand on everything that touches their groups."""
     block_size = config.kv_cache.block_size
     layouts: dict[str, OpRequest] = {
-        group_slot(g): KVLayoutRequest(group=g, block_size=block_size, device_type=device_type)
+        group_slot(g): KVLayoutRequest(group=g, block_size=block_size, device_type=chosen.device.type)
         for g in spec.cache_groups
     }
-    rest: dict[str, OpRequest] = {
-        **spec.ops,
-        **runner_requests(device_type, _demands(config), block_size),
-        **sampling_requests(spec.vocab_size, device_type, _demands(config)),
-    }
+    rest = dict(requests)
     check_user_keys(config.ops, {**layouts, **rest})
 
     def decide(requests: dict[str, OpRequest]) -> tuple[Choice, ...]:
-        return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=backend_plugin)
+        return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=chosen.plugin)
 
     decided = decide(layouts)
     names = {g.name: c.provider.partition(":")[2] for g, c in zip(spec.cache_groups, decided, strict=True)}
@@ -235,6 +255,17 @@ def _choose_all(
         if layouts_touched:
             rest[slot] = attrs.evolve(request, demands=request.demands | layouts_touched)
     return decided + decide(rest)
+
+
+def _sampling_providers(choices: tuple[Choice, ...], providers: list[tuple[str, Provider]]) -> list[Provider]:
+    chosen = {(c.op, c.provider) for c in choices if c.op == SamplingRequest.op}
+    return [provider for plugin, provider in providers if (provider.op, f"{plugin}:{provider.name}") in chosen]
+
+
+def _extra_stages(registry: Registry) -> tuple[StageInfo, ...]:
+    """Stages that plugins add; a name or argument that two of them claim is an error."""
+    infos = [resolve(registry, "stage", name)[1] for name in claimed(registry, "stage")]
+    return tuple({info.name: info for info in infos}.values())
 
 
 def _demands(config: EngineConfig) -> frozenset[str]:

@@ -27,7 +27,7 @@ class Preemption:
     """Takes blocks from running sequences, in the order the policy prefers.
 
     Attributes:
-        count: preemptions so far.
+        count: preemptions so far. failures: how often the policy raised when asked for victims.
         needs_drain: something would have been preempted, but a step is still in flight; commit it and plan again.
     """
 
@@ -48,6 +48,7 @@ class Preemption:
         self.view = view
         self.tell = tell
         self.count = 0
+        self.failures = 0
         self.needs_drain = False
 
     def make_room(self, slot: int, tokens: int) -> bool:
@@ -98,19 +99,17 @@ class Preemption:
     def _preempt_one(self, for_slot: int, need_blocks: int) -> bool:
         if len(self.slots.running) <= 1 or self._in_flight():
             return False
-        for slot in self._victims(need_blocks):
-            if slot != for_slot:
-                self.preempt(slot)
-                return True
-        return False
+        slot = self._victims(need_blocks)[0]
+        self.preempt(slot)
+        return slot != for_slot  # the one that needs room may be first in line itself
 
     def _victims(self, need_blocks: int) -> list[int]:
         """Slots, first to go first: the policy's answer, then the newest arrivals."""
-        running: list[int] = self.slots.running.tolist()
+        running = self.slots.by_arrival()
         try:
             asked: list[Any] = list(self.policy.victims(self.view(), need_blocks))
         except Exception:
+            self.failures += 1
             log.exception("scheduling policy raised in victims")
             asked = []
-        newest_first = sorted(running, key=lambda slot: -self.sequence(slot).number)
-        return [running[i] for i in asked if 0 <= i < len(running)] + newest_first
+        return [running[i] for i in asked if 0 <= i < len(running)] + running[::-1]

@@ -69,6 +69,7 @@ class Sequence:
         keys: content keys of its filled blocks, as far as they were computed.
         slot: row in the slot tables while running, else -1.
         needs_host: its committed tokens must be looked at one by one (text, logprobs).
+        streamed: how many output tokens the stream's deltas have carried.
         logprobs: of the output tokens, when asked for.
     """
 
@@ -80,6 +81,7 @@ class Sequence:
     slot: int = -1
     status: Status = "waiting"
     needs_host: bool = False
+    streamed: int = 0
     detokenizer: Any = None
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None

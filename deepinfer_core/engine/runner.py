@@ -22,6 +22,7 @@ from deepinfer_core.api import (
     OpRequest,
     SamplingBatch,
     SlotMappingRequest,
+    StageInfo,
     StepLayout,
     Stream,
 )
@@ -30,7 +31,7 @@ from .device_state import DeviceState
 from .kv_cache import KVCache
 from .planner import StepPlan
 from .prompt_logprobs import PromptRows, prompt_rows
-from .sampler import LogprobRows, Sampled, Sampler
+from .sampler import LogprobRows, Sampled, Sampler, stage_order
 from .slot_needs import SlotNeeds
 from .slot_table import SlotTable
 from .step_inputs import DraftInputs, StepInputs, step_inputs
@@ -86,6 +87,7 @@ class Runner:
         slots: SlotTable,
         vocab_size: int,
         token_limit: int,
+        extra_stages: Sequence[StageInfo] = (),
     ) -> None:
         self.device = device
         self.stream = stream
@@ -96,9 +98,9 @@ class Runner:
         self.slots = slots
         self.vocab_size = vocab_size
         self.token_limit = token_limit
-        self.state = DeviceState(device, slots.slots, vocab_size)
-        self.sampler = Sampler(ops)
-        self.needs = SlotNeeds(slots.slots, vocab_size=vocab_size, pads=token_limit < vocab_size)
+        self.state = DeviceState(device, slots.slots, vocab_size, extra_stages)
+        self.sampler = Sampler(ops, stage_order(extra_stages))
+        self.needs = SlotNeeds(slots.slots, vocab_size=vocab_size, pads=token_limit < vocab_size, extra=extra_stages)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Snapshot the step's inputs and give its device work to the stream."""

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import torch
 
-from deepinfer_core.api import STAGES, LogprobsResult, OpRequest, SamplingBatch, SamplingRequest
+from deepinfer_core.api import STAGES, LogprobsResult, OpRequest, SamplingBatch, SamplingRequest, StageInfo
 
 
-def sampling_requests(vocab_size: int, device_type: str, demands: frozenset[str]) -> dict[str, OpRequest]:
+def stage_order(extra: Iterable[StageInfo]) -> tuple[str, ...]:
+    """All stages in the order in which they run: each plugin's after the built-in one it names."""
+    following: dict[str, list[str]] = {}
+    for info in sorted(extra, key=lambda info: info.name):
+        following.setdefault(info.after, []).append(info.name)
+    return tuple(name for stage in STAGES for name in (stage, *following.get(stage, ())))
+
+
+def sampling_requests(
+    stages: Iterable[str], vocab_size: int, device_type: str, demands: frozenset[str]
+) -> dict[str, OpRequest]:
     """Slot name -> request for every stage and for ``logprobs``."""
     return {
         f"sampling_{stage}": SamplingRequest(
             stage=stage, vocab_size=vocab_size, device_type=device_type, demands=demands
         )
-        for stage in (*STAGES, "logprobs")
+        for stage in (*stages, "logprobs")
     }
 
 
@@ -54,8 +64,8 @@ class Sampled:
 class Sampler:
     """Stages and draw of one engine, taken from its operator table once."""
 
-    def __init__(self, ops: Any) -> None:
-        self._stages = tuple((stage, getattr(ops, f"sampling_{stage}").run) for stage in STAGES if stage != "draw")
+    def __init__(self, ops: Any, stages: Iterable[str]) -> None:
+        self._stages = tuple((stage, getattr(ops, f"sampling_{stage}").run) for stage in stages if stage != "draw")
         self._draw = ops.sampling_draw.run
         self._logprobs = ops.sampling_logprobs.run
 

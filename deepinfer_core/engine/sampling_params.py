@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +21,10 @@ def _refuse(name: str, value: Any, expected: str) -> InvalidRequestError:
 def _real(name: str, value: Any, low: float, high: float, expected: str, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _refuse(name, value, expected)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        raise _refuse(name, value, expected) from None
     below = number <= low if open_low else number < low
     if not math.isfinite(number) or below or number > high:
         raise _refuse(name, value, expected)
@@ -29,8 +33,8 @@ def _real(name: str, value: Any, low: float, high: float, expected: str, *, open
 
 def _whole(name: str, value: Any, low: int, high: int, expected: str) -> int:
     try:
-        number = value.__index__()
-    except AttributeError:
+        number = operator.index(value)
+    except TypeError:
         raise _refuse(name, value, expected) from None
     if isinstance(value, bool) or not low <= number <= high:
         raise _refuse(name, value, expected)
@@ -86,12 +90,21 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs))
 
 
+def _extra_args(value: Any) -> tuple[tuple[str, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _refuse("extra_args", value, "a mapping of argument name to number")
+    names = ((key, f"extra_args[{key!r}]", number) for key, number in value.items())
+    return tuple(sorted((key, _real(name, number, -1e30, 1e30, "a finite number")) for key, name, number in names))
+
+
 def _seed(name: str, value: Any) -> int | None:
     if value is None:
         return None
     try:
-        number = value.__index__()
-    except AttributeError:
+        number = operator.index(value)
+    except TypeError:
         raise _refuse(name, value, "an integer or None") from None
     if isinstance(value, bool):
         raise _refuse(name, value, "an integer or None")
@@ -119,6 +132,7 @@ class SamplingParams:
         ignore_eos: go on after the end-of-sequence token.
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        extra_args: numbers for sampling stages that plugins add, by argument name.
     """
 
     n: int
@@ -143,6 +157,7 @@ class SamplingParams:
     ignore_eos: bool
     include_stop_str_in_output: bool
     skip_special_tokens: bool
+    extra_args: tuple[tuple[str, float], ...]
 
     def __init__(
         self,
@@ -170,6 +185,7 @@ class SamplingParams:
         ignore_eos: bool = False,
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        extra_args: Mapping[str, float] | None = None,
     ) -> None:
         if seed is not None and seq_seed is not None and seed != seq_seed:
             raise InvalidRequestError(f"seed={seed!r} and seq_seed={seq_seed!r}: seq_seed is an alias; give one")
@@ -209,6 +225,7 @@ class SamplingParams:
             ignore_eos=_flag("ignore_eos", ignore_eos),
             include_stop_str_in_output=_flag("include_stop_str_in_output", include_stop_str_in_output),
             skip_special_tokens=_flag("skip_special_tokens", skip_special_tokens),
+            extra_args=_extra_args(extra_args),
         )
 
     @property

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from deepinfer_core.api import STAGES
+from deepinfer_core.api import StageInfo
 
-from .request import Sequence
+from .request import Sequence as RequestSequence
+from .sampler import stage_order
 from .sampling_params import SamplingParams
 
 Array = np.ndarray[Any, Any]
@@ -39,15 +41,17 @@ def alternatives(wanted: int, vocab_size: int) -> int:
 class SlotNeeds:
     """Per-slot flags. ``pads``: the logits are wider than the tokenizer, so that every row masks."""
 
-    def __init__(self, slots: int, *, vocab_size: int, pads: bool) -> None:
+    def __init__(self, slots: int, *, vocab_size: int, pads: bool, extra: Sequence[StageInfo] = ()) -> None:
+        self._order = stage_order(extra)
+        self._extra = extra
         self._vocab_size = vocab_size
         self._pads = pads
-        self._stages = np.zeros((len(STAGES), slots), bool)
+        self._stages = np.zeros((len(self._order), slots), bool)
         self._logprobs = np.zeros(slots, np.int8)
         self._k = np.zeros(slots, np.int64)
         self.any_prompt_logprobs = False
 
-    def set(self, slot: int, sequence: Sequence) -> None:
+    def set(self, slot: int, sequence: RequestSequence) -> None:
         request = sequence.request
         params = request.params
         needed = stages_needed(
@@ -56,7 +60,8 @@ class SlotNeeds:
             pads=self._pads,
             masks_stops=params.min_tokens > 0 and bool(request.eos_token_ids),
         )
-        self._stages[:, slot] = [stage in needed for stage in STAGES]
+        needed |= {i.name for i in self._extra if not i.arguments.keys().isdisjoint(dict(params.extra_args))}
+        self._stages[:, slot] = [stage in needed for stage in self._order]
         mode = NO_LOGPROBS if params.logprobs is None else RAW if params.logprobs_mode == "raw" else PROCESSED
         self._logprobs[slot] = mode
         self._k[slot] = alternatives(params.logprobs or 0, self._vocab_size)
@@ -65,7 +70,7 @@ class SlotNeeds:
     def active(self, slots: Array) -> frozenset[str]:
         """Stages that some of these slots need."""
         flags = np.asarray(self._stages[:, slots].any(axis=1))
-        return frozenset(stage for stage, flag in zip(STAGES, flags.tolist(), strict=True) if flag)
+        return frozenset(stage for stage, flag in zip(self._order, flags.tolist(), strict=True) if flag)
 
     def logprob_rows(self, slots: Array) -> tuple[Array, Array]:
         """Row numbers among ``slots`` that report raw, and processed, log-probabilities."""

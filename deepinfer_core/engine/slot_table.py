@@ -89,6 +89,11 @@ class SlotTable:
         """No further step for this slot; it keeps its row until nothing of it is in flight."""
         self.running = self.running[self.running != slot]
 
+    def by_arrival(self) -> list[int]:
+        """The running slots, oldest arrival first: a request that was preempted keeps its place."""
+        numbers = {slot: s.number for slot, s in enumerate(self.sequence) if s is not None}
+        return sorted(self.running.tolist(), key=numbers.__getitem__)
+
     def output_ids(self, sequence: Sequence) -> list[int]:
         """Output tokens known to the host."""
         slot = sequence.slot

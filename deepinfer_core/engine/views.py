@@ -74,7 +74,8 @@ _WHOLE = ("prompt", "cached", "output", "max_tokens", "priority", "tenant")
 
 
 def _running(planner: Planner) -> RequestArrays:
-    slots, table = planner.slots.running, planner.slots
+    table = planner.slots
+    slots = np.array(table.by_arrival(), np.int64)
     requests = [sequence.request for sequence in (table.sequence[s] for s in slots.tolist()) if sequence is not None]
 
     def times(name: str) -> np.ndarray[Any, Any]:

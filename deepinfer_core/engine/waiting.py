@@ -45,6 +45,10 @@ class WaitingQueue:
     def at(self, index: int) -> Sequence:
         return self._by_number[self._numbers[index]]
 
+    def before(self, sequence: Sequence) -> int:
+        """How many arrived before a sequence and wait."""
+        return bisect.bisect_left(self._numbers, sequence.number)
+
     def add(self, sequence: Sequence, cached: int = 0) -> None:
         """Queue a sequence; ``cached`` is what the prefix cache held of it just now."""
         number = sequence.number

@@ -9,7 +9,7 @@ from deepinfer_core.api import LazyRef, ModelInfo, PluginInfo, hookimpl
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="models", help="Built-in model families: Llama and Qwen3")
+    return PluginInfo(name="models", help="Built-in model families: Llama, Qwen3 and DeepSeek-V4")
 
 
 @hookimpl
@@ -18,5 +18,9 @@ def deepinfer_models() -> Sequence[ModelInfo]:
         ModelInfo(
             architectures=("LlamaForCausalLM", "Qwen3ForCausalLM"),
             definition=LazyRef("deepinfer_core.models.dense:DenseModel"),
+        ),
+        ModelInfo(
+            architectures=("DeepseekV4ForCausalLM",),
+            definition=LazyRef("deepinfer_core.models.deepseek_v4.model:DeepseekV4Model"),
         ),
     ]

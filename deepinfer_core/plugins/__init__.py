@@ -13,7 +13,7 @@ from .plan import plan_from_json, plan_to_json, verify_plan
 from .probe import DeviceChoice, choose_device
 from .registry import LoadedPlugin, Registry
 from .requests import request_from_data, request_to_data
-from .tables import OpTable, freeze
+from .tables import OpTable, WrapOp, freeze
 
 __all__ = [
     "Candidate",
@@ -24,6 +24,7 @@ __all__ = [
     "LoadedPlugin",
     "OpTable",
     "Registry",
+    "WrapOp",
     "check_slot",
     "check_user_keys",
     "choose",

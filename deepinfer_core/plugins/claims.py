@@ -12,7 +12,7 @@ from deepinfer_core.api import PluginError
 from .nearest import suggest
 from .registry import Registry
 
-Kind = Literal["drafter", "policy", "architecture", "sink", "command"]
+Kind = Literal["drafter", "stage", "policy", "architecture", "sink", "command"]
 
 
 @attrs.frozen
@@ -27,6 +27,7 @@ class _Claim:
 _CLAIMS: Mapping[Kind, _Claim] = {
     "policy": _Claim("deepinfer_scheduling", lambda item: (item.name,), 'scheduling.policy = "{pin}"'),
     "architecture": _Claim("deepinfer_models", lambda item: item.architectures),
+    "stage": _Claim("deepinfer_sampling_stages", lambda item: tuple({item.name, *item.arguments})),
     "drafter": _Claim("deepinfer_speculation", lambda item: (item.name,), 'speculation.method = "{pin}"'),
     "sink": _Claim("deepinfer_metrics", lambda item: (item.name,), 'logging.metrics = ["{pin}"]'),
     "command": _Claim("deepinfer_commands", lambda item: (item.name,)),

@@ -15,4 +15,4 @@ def suggest(name: str, known: Iterable[str]) -> str:
         return "; there are none"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     shown = ", ".join(names[:_MOST_NAMES]) + (f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else "")
-    return f"{f'; did you mean {near[0]!r}?' if near else ';'} Known: {shown}"
+    return f"; did you mean {near[0]!r}? Known: {shown}" if near else f"; known: {shown}"

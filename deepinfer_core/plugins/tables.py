@@ -16,6 +16,9 @@ from .choice import check_slot
 from .failure import cause_line
 from .requests import request_from_data
 
+WrapOp = Callable[[Choice, Any], Any]
+"""``(choice, operator)`` -> something with the operator's methods."""
+
 
 class OpTable:
     """Base of all tables; each has slots of its own. Reading an unknown slot is an AttributeError that lists them."""
@@ -36,6 +39,7 @@ def freeze(
     choices: Iterable[Choice],
     providers: Sequence[tuple[str, Provider]],
     context_for: Callable[[str], BuildContext],
+    wrap: WrapOp | None = None,
 ) -> OpTable:
     """Build each chosen operator once and put it into a table.
 
@@ -43,6 +47,7 @@ def freeze(
         choices: of a plan, in slot order.
         providers: ``(plugin, provider)`` as collected in this process.
         context_for: plugin name -> what its providers get to build with.
+        wrap: gives what stands in the table for an operator, for measurements.
 
     Raises:
         PlanError: a chosen provider is not loaded here, or fails to build what its contract says.
@@ -56,7 +61,8 @@ def freeze(
         if (choice.op, choice.provider) not in by_label:
             raise PlanError(f"slot {choice.slot!r}: {choice.provider} provides no {choice.op} in this process")
         plugin, provider = by_label[choice.op, choice.provider]
-        built[choice.slot] = _build(choice, provider, context_for(plugin))
+        op = _build(choice, provider, context_for(plugin))
+        built[choice.slot] = op if wrap is None else wrap(choice, op)
     table: OpTable = type("OpTable", (OpTable,), {"__slots__": tuple(built)})()
     for slot, op in built.items():
         object.__setattr__(table, slot, op)

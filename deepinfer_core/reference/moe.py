@@ -82,4 +82,4 @@ class LocalExchange:
         """Each token's rows added in order of expert id, in float32."""
         pairs = torch.empty(outputs.shape, dtype=torch.float32, device=outputs.device)
         pairs[handle.order] = outputs.to(torch.float32)
-        return pairs.view(handle.tokens, self._request.top_k, -1).sum(1)
+        return pairs.view(handle.tokens, self._request.top_k, self._request.hidden).sum(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from deepinfer_core.api import BuildContext, QuantiseDequantiseRequest
@@ -68,4 +70,4 @@ def hadamard(width: int, device: torch.device) -> torch.Tensor:
     matrix = torch.ones((1, 1), device=device)
     while matrix.shape[0] < width:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return matrix * width**-0.5
+    return matrix / math.sqrt(width)

@@ -67,7 +67,9 @@ class Temperature(_Stage):
         temperature = batch.state.temperature[batch.slots, None]
         unchanged = (temperature < GREEDY_TEMPERATURE) | (temperature == 1.0)
         divisor = torch.where(unchanged, 1.0, temperature)
-        return torch.where(unchanged, logits, (logits - logits.amax(dim=-1, keepdim=True)) / divisor)
+        peak = logits.amax(dim=-1, keepdim=True)
+        peak = torch.where(peak == _REMOVED, 0.0, peak)  # a row without a token stays one, and gets no NaN
+        return torch.where(unchanged, logits, (logits - peak) / divisor)
 
 
 class MinP(_Stage):

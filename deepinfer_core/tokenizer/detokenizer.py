@@ -68,6 +68,11 @@ class IncrementalDetokenizer:
         return self._matcher.stopped
 
     @property
+    def holds_back(self) -> bool:
+        """Whether text waits that may yet become, or already contains, a stop string."""
+        return self._matcher.holds_back
+
+    @property
     def stop_token_count(self) -> int | None:
         """How many tokens the output keeps: up to the one that completed the match. None without a match."""
         return self._matcher.stop_token_count

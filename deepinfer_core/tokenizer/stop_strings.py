@@ -35,6 +35,11 @@ class StopMatcher:
         self.stopped: str | None = None
         self.stop_token_count: int | None = None
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether text waits for what follows it."""
+        return bool(self._held)
+
     def feed(self, text: str, token_count: int) -> str:
         """Take ``text``, completed by token number ``token_count``; return what can no longer change."""
         if not self._stops:

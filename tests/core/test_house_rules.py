@@ -233,7 +233,7 @@ import os, sys
 from deepinfer_core.plugins import choose_device, claimed, load_plugins
 registry = load_plugins([])
 device = choose_device(registry, None, os.environ).device
-for hook in ("attention", "gemm", "pointwise", "sampling", "runner_ops", "kv_layout"):
+for hook in ("attention", "gemm", "moe_communication", "pointwise", "sampling", "runner_ops", "kv_layout"):
     registry.collect(f"deepinfer_{{hook}}", device=device)
 for kind in ("policy", "architecture", "drafter", "sink", "command"):
     claimed(registry, kind)

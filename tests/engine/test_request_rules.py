@@ -200,7 +200,7 @@ def test_text_parameters_need_a_tokenizer(toy_llm: Any, params: SamplingParams) 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_whole_vocabulary_logprobs_are_refused_when_they_cannot_fit(toy_llm: Any, field: str) -> None:
-    llm = toy_llm("Count", vocab_size=1_000_000)
+    llm = toy_llm("Count", vocab_size=1_000_000, max_len=4096)
     params: dict[str, Any] = {field: -1, "max_tokens": 100}
     assert field in refused(llm, [3] * 100, SamplingParams(**params))
 

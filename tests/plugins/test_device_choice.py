@@ -77,7 +77,7 @@ def test_a_backends_own_name_wins_over_an_original_name(machine: Site) -> None:
 
 
 def test_an_original_name_that_nobody_declares_names_what_is_there(machine: Site) -> None:
-    with pytest.raises(DeviceError, match=r"DEEPINFER_ACCELERATOR='vendor': no such device.*Known: acme, bolt, host"):
+    with pytest.raises(DeviceError, match=r"DEEPINFER_ACCELERATOR='vendor': no such device.*known: acme, bolt, host"):
         choose(machine, None, DEEPINFER_ACCELERATOR="vendor")
 
 

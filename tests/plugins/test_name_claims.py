@@ -13,6 +13,10 @@ from deepinfer_core.plugins import Kind, claimed, resolve
 CLAIMS: dict[Kind, tuple[str, str]] = {
     "policy": ("deepinfer_scheduling", "PolicyInfo(name='x', help=h, factory=LazyRef('a:b'))"),
     "architecture": ("deepinfer_models", "ModelInfo(architectures=('w', 'x'), definition=LazyRef('a:b'))"),
+    "stage": (
+        "deepinfer_sampling_stages",
+        "StageInfo(name='x', after='bias', arguments={'y': StageArgument(off=0, low=0, high=1)})",
+    ),
     "drafter": ("deepinfer_speculation", "DrafterInfo(name='x', help=h, factory=LazyRef('a:b'))"),
     "sink": ("deepinfer_metrics", "MetricsSinkInfo(name='x', help=h, factory=LazyRef('a:b'))"),
     "command": ("deepinfer_commands", "CommandInfo(name='x', help=h, command=LazyRef('a:b'))"),
@@ -20,6 +24,7 @@ CLAIMS: dict[Kind, tuple[str, str]] = {
 LINES: dict[Kind, str] = {
     "policy": 'scheduling.policy = "acme:x" or scheduling.policy = "bolt:x"',
     "architecture": "--no-plugin acme or --no-plugin bolt",
+    "stage": "--no-plugin acme or --no-plugin bolt",
     "drafter": 'speculation.method = "acme:x" or speculation.method = "bolt:x"',
     "sink": 'logging.metrics = ["acme:x"] or logging.metrics = ["bolt:x"]',
     "command": "--no-plugin acme or --no-plugin bolt",
@@ -61,7 +66,7 @@ def test_a_pin_picks_one_of_two_claimants(site: Site, kind: Kind) -> None:
 @pytest.mark.parametrize("wanted", ["y", "acme:y", "bolt:x"])
 def test_an_unclaimed_name_is_an_error_that_lists_those_there_are(site: Site, wanted: str) -> None:
     install(site, "policy", "acme")
-    with pytest.raises(PluginError, match=rf"no loaded plugin has policy '{wanted}'.*Known: x"):
+    with pytest.raises(PluginError, match=rf"no loaded plugin has policy '{wanted}'.*known: x"):
         resolve(site.load(), "policy", wanted)
 
 

@@ -50,6 +50,10 @@ EVERYTHING = """
     def deepinfer_models():
         return [ModelInfo(architectures=("A",), definition=LazyRef("acme:A"))]
     @hookimpl
+    def deepinfer_sampling_stages():
+        arguments = {"a": StageArgument(off=0, low=0, high=1)}
+        return [StageInfo(name="x", after="bias", arguments=arguments)]
+    @hookimpl
     def deepinfer_speculation():
         return [DrafterInfo(name="d", help="", factory=LazyRef("acme:Drafter"))]
     @hookimpl
@@ -80,6 +84,7 @@ COLLECTED = {
     "deepinfer_kv_layout": "Provider",
     "deepinfer_scheduling": "PolicyInfo",
     "deepinfer_models": "ModelInfo",
+    "deepinfer_sampling_stages": "StageInfo",
     "deepinfer_speculation": "DrafterInfo",
     "deepinfer_metrics": "MetricsSinkInfo",
     "deepinfer_commands": "CommandInfo",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from deepinfer_core import LLM
+
+ToyLLM = Callable[..., LLM]
+"""The ``toy_llm`` fixture."""
 
 EOS, EOS_ID = "<|end|>", 256
 MERGED: tuple[bytes, ...] = (b"ab", b"foo ", b"ND bar", b"the ")

@@ -14,7 +14,7 @@ def assert_clean(llm: LLM) -> None:
     planner, slots, cache = core.planner, core.planner.slots, core.planner.cache
     assert not core.has_unfinished
     assert len(planner.waiting) == 0
-    assert len(planner.running()) == 0
+    assert len(slots.running) == 0
     assert slots.num_free == slots.slots
     assert not slots.in_flight.any()
     assert [slot for slot, sequence in enumerate(slots.sequence) if sequence is not None] == []

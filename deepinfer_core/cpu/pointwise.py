@@ -1,0 +1,78 @@
+"""Norms, gated activation and rotary embedding in float32, in as few passes as torch allows."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_core.api import BuildContext, RmsNormRequest, RopeRequest, SwigluRequest
+
+
+class RmsNorm:
+    """``w * x / sqrt(mean(x^2) + eps)`` over the last dimension."""
+
+    def __init__(self, request: RmsNormRequest, context: BuildContext) -> None:
+        self._eps = torch.tensor(request.eps, dtype=torch.float32)
+        self._per_channel = 1.0 / request.hidden
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden]`` and ``[hidden]`` float32 -> fresh memory of x's shape."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, length, length, value=self._per_channel).rsqrt_()
+        return (x * scale).mul_(weight)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(s), s)`` with ``s = x + residual``, which overwrites ``residual``."""
+        total = residual.add_(x)
+        return self.run(total, weight), total
+
+
+class Swiglu:
+    """``silu(gate) * up``."""
+
+    def __init__(self, request: SwigluRequest, context: BuildContext) -> None:
+        self._width = request.width
+        self._limit = request.limit
+
+    def run(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``[M, 2*width]`` float32 (gate first) -> ``[M, width]``."""
+        gate, up = gate_up[:, : self._width], gate_up[:, self._width :]
+        if self._limit is not None:
+            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+
+class Rope:
+    """Rotates pairs of the first, or last, ``rotary_dim`` channels; the others pass through.
+
+    cos and sin of every position come from the reference operator, which defines them, and are laid out once so
+    that a step needs two row lookups and a layer three operations: ``x * cos + swapped(x) * sin``, where
+    ``swapped`` exchanges the channels of a pair and sin carries the sign of the first.
+    """
+
+    def __init__(self, request: RopeRequest, context: BuildContext) -> None:
+        cos, sin = context.reference(request).plan(torch.arange(request.max_positions))
+        self._interleaved = request.interleaved
+        self._half = request.rotary_dim // 2
+        start = request.head_dim - request.rotary_dim if request.trailing else 0
+        self._parts = (start, request.rotary_dim, request.head_dim - request.rotary_dim - start)
+        self._cos, self._sin = self._pairs(cos, cos), self._pairs(-sin, sin)
+
+    def plan(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T]`` int64 -> cos and signed sin, each ``[T, 1, rotary_dim]`` float32."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def run(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor], inverse: bool = False) -> torch.Tensor:
+        """``[T, heads, head_dim]`` float32 -> same shape; ``inverse`` turns the other way."""
+        if self._parts[0] == self._parts[2] == 0:
+            return self._turn(x, plan, inverse)
+        before, rotary, after = x.split(self._parts, dim=-1)
+        return torch.cat((before, self._turn(rotary, plan, inverse), after), dim=-1)
+
+    def _turn(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor], inverse: bool) -> torch.Tensor:
+        cos, sin = plan
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self._interleaved else x.roll(self._half, -1)
+        return (x * cos).addcmul_(swapped, sin, value=-1 if inverse else 1)
+
+    def _pairs(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """``[P, 1, rotary_dim / 2]`` twice -> ``[P, 1, rotary_dim]`` in the order of the channels."""
+        return torch.stack((first, second), -1).flatten(-2) if self._interleaved else torch.cat((first, second), -1)

@@ -1,0 +1,39 @@
+"""Whether the loop runs one step ahead, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deepinfer_core.api import Device, ModelSpec, Provider
+from deepinfer_core.config import EngineConfig
+
+AHEAD = "one step ahead"
+
+
+def sampling_demands(config: EngineConfig) -> frozenset[str]:
+    """Caps that sampling stages must have: a drafter samples several rows of one request, and a loop that was
+    told to run ahead samples before the host knows the last tokens."""
+    demands = set()
+    if config.speculation.method is not None:
+        demands.add("spec_verify")
+    elif config.scheduling.async_scheduling is True:
+        demands.add("device_state")
+    return frozenset(demands)
+
+
+def loop_mode(config: EngineConfig, spec: ModelSpec, device: Device, sampling: Iterable[Provider]) -> str:
+    """:data:`AHEAD`, or ``"synchronous: <why>"``, as ``explain`` shows it."""
+    wanted = config.scheduling.async_scheduling
+    if wanted is False:
+        return "synchronous: scheduling.async_scheduling is false"
+    if spec.host_token_ids:
+        return "synchronous: the model needs token ids on the host"
+    if config.speculation.method is not None:
+        return "synchronous: the drafter needs the last tokens on the host"
+    if wanted == "auto":
+        if not device.overlaps:
+            return "synchronous: this device shares its cores with the host"
+        host_bound = sorted({p.name for p in sampling if "device_state" not in p.caps})
+        if host_bound:
+            return f"synchronous: sampling reads host state ({', '.join(host_bound)})"
+    return AHEAD

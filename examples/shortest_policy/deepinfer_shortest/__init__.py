@@ -1,0 +1,1 @@
+"""Shortest prompt first, as a scheduling policy."""

@@ -1,0 +1,216 @@
+"""AsyncLLM: many tasks on one engine, each unaffected by what happens to the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys.checkpoints import SMALL, write_toy
+from toys.oracle import count_tokens
+
+from deepinfer_core import AsyncLLM, SamplingParams
+from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.engine.outputs import StreamDelta
+
+
+def run(directory: Path, body: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        settings = {**SMALL, **{key.replace("__", "."): value for key, value in options.items() if "__" in key}}
+        pending = {key: value for key, value in options.items() if "__" not in key}
+        async with AsyncLLM(str(directory), config=settings, **pending) as llm:
+            result = await body(llm)
+            core = llm._llm.engine.core
+            for _ in range(1000):
+                if not core.has_unfinished:
+                    break
+                await asyncio.sleep(0.002)
+            assert not core.has_unfinished
+            assert core.planner.cache.free_blocks == core.planner.cache.total_blocks
+            assert core.planner.slots.num_free == core.planner.slots.slots
+            return result
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.fixture
+def count(tmp_path: Path) -> Path:
+    return write_toy(tmp_path / "count", "Count", max_len=256)
+
+
+def params(tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, **more)
+
+
+async def collect(llm: AsyncLLM, prompt: list[int], tokens: int, **more: Any) -> list[StreamDelta]:
+    return [delta async for delta in llm.stream(prompt, params(tokens), **more)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_many_tasks_each_get_their_own_answer(count: Path, ahead: bool) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        outputs = await asyncio.gather(*(llm.generate([i % 60], params(5 + i % 7)) for i in range(50)))
+        for i, output in enumerate(outputs):
+            assert output.outputs[0].token_ids == count_tokens([i % 60], 5 + i % 7, 64)
+            assert output.outputs[0].finish_reason == "length"
+
+    run(count, body, scheduling__async_scheduling=ahead)
+
+
+def test_joined_deltas_are_the_output(count: Path) -> None:
+    deltas = run(count, lambda llm: collect(llm, [3], 40))
+    assert [t for delta in deltas for t in delta.token_ids] == count_tokens([3], 40, 64)
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_text_of_a_stream_is_the_text_of_the_whole(tmp_path: Path) -> None:
+    directory = write_toy(tmp_path / "text", "Count", tokenizer=True)
+
+    async def body(llm: AsyncLLM) -> None:
+        whole = await llm.generate("a", params(20))
+        parts = [delta.text async for delta in llm.stream("a", params(20))]
+        assert "".join(parts) == whole.outputs[0].text == "bcdefghijklmnopqrstu"
+
+    run(directory, body)
+
+
+def test_slow_reader_loses_nothing_and_holds_up_nobody(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        stream = llm.stream([0], params(60))
+        first = await anext(stream)
+        others = await asyncio.gather(*(llm.generate([i], params(10)) for i in range(8)))
+        assert all(o.outputs[0].finish_reason == "length" for o in others)
+        rest = [delta async for delta in stream]
+        assert [t for d in (first, *rest) for t in d.token_ids] == count_tokens([0], 60, 64)
+        assert len(rest) < 59, "deltas that nobody fetched in time are joined"
+
+    run(count, body)
+
+
+def test_invalid_request_raises_and_leaves_others_alone(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        good = asyncio.create_task(llm.generate([1], params(30)))
+        with pytest.raises(InvalidRequestError, match="prompt is empty"):
+            await llm.generate([], params(3))
+        with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[1\]=64"):
+            await collect(llm, [1, 64], 3)
+        assert (await good).outputs[0].token_ids == count_tokens([1], 30, 64)
+
+    run(count, body)
+
+
+def test_live_id_is_refused_and_free_again_afterwards(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        first = llm.stream([1], params(100), request_id="same")
+        await anext(first)
+        with pytest.raises(InvalidRequestError, match="request_id='same'"):
+            await llm.generate([2], params(2), request_id="same")
+        tail = [delta async for delta in first]
+        assert tail[-1].finish_reason == "length"
+        again = await llm.generate([2], params(2), request_id="same")
+        assert again.request_id == "same"
+
+    run(count, body)
+
+
+def test_abort_ends_the_request_it_names(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        victim = asyncio.create_task(collect(llm, [1], 200, request_id="victim"))
+        bystander = asyncio.create_task(llm.generate([5], params(60)))
+        await asyncio.sleep(0.01)
+        await llm.abort("victim")
+        await llm.abort("victim")
+        await llm.abort("nobody")
+        deltas = await victim
+        assert [d.finish_reason for d in deltas if d.finish_reason] == ["abort"]
+        assert (await bystander).outputs[0].token_ids == count_tokens([5], 60, 64)
+
+    run(count, body)
+
+
+def test_closing_a_stream_aborts_it(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        stream = llm.stream([1], params(200))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(count, body)
+
+
+def test_cancelled_task_ends_its_request(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(llm.generate([1], params(200)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(count, body)
+
+
+def test_timeout_ends_one_request_with_its_code(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        model = llm._llm.engine.model
+        loop = asyncio.get_running_loop()
+        model.before = lambda batch: asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result()  # type: ignore[attr-defined]
+        late, fine = await asyncio.gather(llm.generate([1], params(200), timeout=0.05), llm.generate([2], params(4)))
+        assert late.error is not None
+        assert (late.error.code, late.outputs[0].finish_reason) == ("timeout", "error")
+        assert fine.outputs[0].token_ids == count_tokens([2], 4, 64)
+
+    run(count, body)
+
+
+def test_back_pressure_bounds_what_is_inside(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> int:
+        core, most = llm._llm.engine.core, 0
+        tasks = [asyncio.create_task(llm.generate([i % 60], params(6))) for i in range(40)]
+        while not all(task.done() for task in tasks):
+            most = max(most, len(core.requests))
+            await asyncio.sleep(0)
+        assert all(task.result().outputs[0].finish_reason == "length" for task in tasks)
+        return most
+
+    assert 0 < run(count, body, max_pending=3) <= 3
+
+
+def test_completions_of_one_stream_are_told_apart(tmp_path: Path) -> None:
+    flat = write_toy(tmp_path / "flat", "Flat")
+
+    async def body(llm: AsyncLLM) -> None:
+        sampling = SamplingParams(n=3, seed=7, max_tokens=6)
+        whole = await llm.generate([1, 2], sampling)
+        by_child: dict[int, list[int]] = {}
+        async for delta in llm.stream([1, 2], sampling):
+            by_child.setdefault(delta.index, []).extend(delta.token_ids)
+        assert by_child == {output.index: output.token_ids for output in whole.outputs}
+
+    run(flat, body)
+
+
+def test_loop_error_aborts_live_requests_and_goes_on(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        planner = llm._llm.engine.core.planner
+        plan, calls = planner.plan, []
+
+        def broken(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise ValueError("planner bug")
+            return plan(*args)
+
+        planner.plan = broken  # type: ignore[method-assign]
+        output = await llm.generate([1], params(50))
+        assert output.outputs[0].finish_reason == "abort"
+        assert (await llm.generate([2], params(4))).outputs[0].token_ids == count_tokens([2], 4, 64)
+
+    run(count, body)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_max_pending_is_checked(count: Path, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="max_pending"):
+        AsyncLLM(str(count), config=dict(SMALL), max_pending=value)
