@@ -25,12 +25,12 @@ async def main() -> None:
     async with AsyncLLM(model, scheduling={"max_running": 8}) as llm:
         abandoned = asyncio.create_task(llm.generate("A very long story:", endless))
         late = asyncio.create_task(llm.generate("Another one:", endless, timeout=0.2))
-        numbers = [llm.generate(f"The number after {i} is", short) for i in range(12)]
-        streamed, *finished = await asyncio.gather(stream(llm), *numbers)
+        streamed = asyncio.create_task(stream(llm))
+        finished = await asyncio.gather(*(llm.generate(f"The number after {i} is", short) for i in range(12)))
         abandoned.cancel()  # ends that request and no other
         with contextlib.suppress(asyncio.CancelledError):
             await abandoned
-        print("streamed:", repr(streamed))
+        print("streamed:", repr(await streamed))
         print("finished:", [result.outputs[0].finish_reason for result in finished])
         error = (await late).error
         print("late:", error.code if error else "finished in time")

@@ -35,7 +35,7 @@ def warm_up(engine: Engine, requests: int) -> None:
     prompt = [0] * max(1, min(WARM_UP_TOKENS[0], longest - 1))
     params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS[1], ignore_eos=True)
     load = [LoadItem(prompt={"prompt_token_ids": prompt}, params=params)] * requests
-    _drive(engine, load, None, "warm-up", lambda finished, tokens: None)
+    _drive(engine, load, None, "warm-up", lambda finished, tokens: None, engine.core.clock())
 
 
 def run_load(
@@ -52,7 +52,7 @@ def run_load(
     engine.core.observer.watchers.append(steps.append)
     start = engine.core.clock()
     try:
-        requests = _drive(engine, load, concurrency, "bench", progress)
+        requests = _drive(engine, load, concurrency, "bench", progress, start)
     finally:
         engine.core.observer.watchers.remove(steps.append)
     return Run(requests=requests, steps=steps, start=start, end=engine.core.clock())
@@ -64,8 +64,9 @@ def _drive(
     concurrency: int | None,
     name: str,
     progress: Callable[[int, int], None],
+    start: float,
 ) -> list[Request]:
-    core, start = engine.core, engine.core.clock()
+    core = engine.core
     coming = deque(sorted(load, key=lambda item: item.at))
     requests: list[Request] = []
     while coming or core.has_unfinished:

@@ -56,9 +56,10 @@ class KVCacheConfig:
     )
     prefix_cache: bool = setting(True, help="Reuse the blocks of earlier requests that began with the same tokens.")
     window_retention: Literal["minimal", "full"] = setting(
-        "minimal",
-        help="Which blocks of sliding-window layers stay for reuse. `minimal`: those of the last window of a request, "
-        "so a prefix can be continued only from where a request ended. `full`: all, until evicted by age.",
+        "full",
+        help="Which blocks of sliding-window layers stay for reuse. `full`: all, until evicted by age, those that slid "
+        "out of a window first. `minimal`: those of the last window of a request, so a prefix can be continued only "
+        "from where a request ended.",
     )
 
 
@@ -101,8 +102,8 @@ class SpeculationConfig:
     verify: Literal["auto", "exact", "rejection"] = setting(
         "auto",
         help="`exact`: a draft is accepted if it equals the target's own token, so seeds give the same output as "
-        "without speculation. `rejection`: rejection sampling, for requests without a seed. "
-        "`auto`: exact for seeded and greedy requests.",
+        "without speculation. `rejection`: rejection sampling, for requests without a seed; refused until a plugin "
+        "brings it. `auto`: exact.",
     )
     schedule: Literal["fixed", "confidence"] = setting(
         "fixed", help="How many drafts are verified: always `max_draft_tokens`, or by the drafter's confidence."

@@ -66,6 +66,8 @@ def _float32(request: Any, *fields: str) -> Supports:
 
 
 def _linear(request: LinearRequest) -> Supports:
+    if request.weight_dtype.startswith(("fp8:", "fp4:")):
+        return no(f"does not decode weights stored as {request.weight_dtype}")
     return _float32(request, "dtype", "out_dtype")
 
 
@@ -104,6 +106,10 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
         _provider("rms_norm", "pointwise.rms_norm", "pointwise:RmsNorm", CAPS, _pointwise),
         _provider("swiglu", "pointwise.swiglu", "pointwise:Swiglu", CAPS, _pointwise),
         _provider("rope", "pointwise.rope", "pointwise:Rope", CAPS, _pointwise),
+        _provider(
+            "hyper_connection", "pointwise.hyper_connection", "hyper_connection:HyperConnection", CAPS, _pointwise
+        ),
+        _provider("hyper_head", "pointwise.hyper_head", "hyper_connection:HyperHead", CAPS, _pointwise),
     ]
 
 

@@ -102,6 +102,7 @@ def build_engine(
         slots=slots.slots,
         max_model_len=spec.max_model_len,
         prefix_cache=config.kv_cache.prefix_cache,
+        retain_windows=config.kv_cache.window_retention == "full",
     )
     planner = Planner(
         policy=planned.policy,
@@ -216,7 +217,7 @@ def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: 
 
 
 def _check_window_blocks(groups: Sequence[CacheGroupSpec], num_blocks: int, block_size: int) -> None:
-    """Refuse pools too small for one row of a model whose cache has windows only; others are bounded by their length."""
+    """Refuse pools too small for one row of a model that has windows only; others are bounded by their length."""
     windows = [g.window for g in groups if g.window is not None]
     need = 2 + max((-(-(window - 1) // block_size) for window in windows), default=0)
     if groups and len(windows) == len(groups) and num_blocks < need:

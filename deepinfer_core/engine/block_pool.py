@@ -60,9 +60,10 @@ class BlockPool:
                 del self._idle[block]
             self._owners[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, forget: bool = False) -> None:
         """Drop one owner from each. Pass blocks in token order: later blocks become older, so that a shared
-        prefix is evicted last. Null entries are skipped."""
+        prefix is evicted last. Null entries are skipped. ``forget``: blocks that nobody owns any more lose
+        their identity."""
         for block in reversed(blocks):
             if block == 0:
                 continue
@@ -70,6 +71,8 @@ class BlockPool:
             assert owners >= 0, f"block {block} released twice"
             self._owners[block] = owners
             if owners == 0:
+                if forget:
+                    self._forget(block)
                 if self._hash[block] is None:
                     self._empty.append(block)
                 else:

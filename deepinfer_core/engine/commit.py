@@ -36,6 +36,16 @@ class Committed:
         request.outbox.append(delta)
 
 
+@attrs.frozen
+class _Drafted:
+    """Drafts of one completion in a step; ``first`` is the position of the first token drawn in it."""
+
+    sequence: Sequence
+    first: int
+    proposed: int
+    accepted: int
+
+
 class Committer:
     """Applies step results. The only place where a token becomes part of a request."""
 
@@ -56,6 +66,8 @@ class Committer:
         self.tokenizer = tokenizer
         self.clock = clock
         self.speculator = speculator
+        if speculator is not None:
+            planner.on_preempted = speculator.forget
 
     def commit(self, step: LaunchedStep, result: StepResult) -> Committed:
         """Apply one step's result, in launch order."""
@@ -67,12 +79,13 @@ class Committer:
             self._publish(step.plan.slots, step.plan.starts + step.plan.counts)
         else:
             tokens = self.device.download(result.sampled.tokens)
-            kept, computed = self._accept(step, tokens)
+            kept, computed, drafted = self._accept(step, tokens)
             broken = step.inputs.sample_slots[tokens < 0]
             computed[np.isin(step.plan.slots, broken)] = 0  # a broken step's rows are served to nobody
             self._record(step, tokens, kept, out)
             self._publish(step.plan.slots, computed)
             self._look(step, result, tokens, kept, out)
+            self._tell_drafter(drafted)
         self._release_finished(step.plan.slots)
         return out
 
@@ -136,17 +149,18 @@ class Committer:
 
     # ---- tokens
 
-    def _accept(self, step: LaunchedStep, tokens: Array) -> tuple[Array, Array]:
-        """Which sampled rows count, and how far each request's cache is now valid.
+    def _accept(self, step: LaunchedStep, tokens: Array) -> tuple[Array, Array, list[_Drafted]]:
+        """Which sampled rows count, how far each request's cache is now valid, and how good the drafts were.
 
         A draft is accepted iff it equals the token drawn at the row before it; rows after the first that was
         not accepted saw a history that never happened.
         """
         plan, table = step.plan, self.slots
         kept, computed = np.ones(len(tokens), bool), plan.starts + plan.counts
-        if not plan.drafts:
-            return kept, computed
-        results = []
+        if not plan.drafts or self.speculator is None:
+            return kept, computed, []
+        self.speculator.hold()
+        drafted = []
         for request, end in enumerate(np.cumsum(plan.samples).tolist()):
             slot = int(plan.slots[request])
             drafts = plan.drafts.get(slot)
@@ -158,23 +172,29 @@ class Committer:
             computed[request] = plan.starts[request] + accepted + 1
             table.length[slot] = computed[request] + 1
             table.computed[slot] = computed[request]
-            results.append((slot, len(drafts), accepted, drawn[: accepted + 1].tolist()))
-        self._tell_drafter(results)
-        return kept, computed
+            sequence = table.sequence[slot]
+            assert sequence is not None
+            sequence.request.metrics.proposed_drafts += len(drafts)
+            sequence.request.metrics.accepted_drafts += accepted
+            drafted.append(_Drafted(sequence, int(plan.starts[request]) + 1, len(drafts), accepted))
+        return kept, computed, drafted
 
-    def _tell_drafter(self, results: list[tuple[int, int, int, list[int]]]) -> None:
-        verified = []
-        for slot, proposed, accepted, tokens in results:
-            sequence = self.slots.sequence[slot]
-            if sequence is not None and sequence.status == "running":
-                request_id, child = sequence.request.request_id, sequence.child
-                sequence.request.metrics.proposed_drafts += proposed
-                sequence.request.metrics.accepted_drafts += accepted
-                verified.append(
-                    Verified(request_id=request_id, child=child, proposed=proposed, accepted=accepted, tokens=tokens)
+    def _tell_drafter(self, drafted: list[_Drafted]) -> None:
+        """What became of the drafts, told once it is known where a completion ended."""
+        if self.speculator is None or not drafted:
+            return
+        self.speculator.verified(
+            [
+                Verified(
+                    request_id=d.sequence.request.request_id,
+                    child=d.sequence.child,
+                    proposed=d.proposed,
+                    accepted=d.accepted,
+                    tokens=self._known(d.sequence)[d.first :].tolist(),
                 )
-        if self.speculator is not None and verified:
-            self.speculator.verified(verified)
+                for d in drafted
+            ]
+        )
 
     def _record(self, step: LaunchedStep, tokens: Array, kept: Array, out: Committed) -> None:
         """Tokens become known to the host."""
@@ -239,11 +259,14 @@ class Committer:
 
     def _unstreamed(self, sequence: Sequence) -> list[int]:
         """Output ids that no delta has carried yet; from now on they count as streamed."""
-        slot, first = sequence.slot, sequence.prompt_len + sequence.streamed
-        known = sequence.tokens if slot < 0 else self.slots.tokens[slot, : self.slots.committed[slot]]
-        ids: list[int] = known[first:].tolist()
+        ids: list[int] = self._known(sequence)[sequence.prompt_len + sequence.streamed :].tolist()
         sequence.streamed += len(ids)
         return ids
+
+    def _known(self, sequence: Sequence) -> Array:
+        """Tokens the host knows, prompt first."""
+        slot = sequence.slot
+        return sequence.tokens if slot < 0 else self.slots.tokens[slot, : self.slots.committed[slot]]
 
     def _trim(self, sequence: Sequence, output_tokens: int) -> None:
         """Drop tokens after the one that completed the stop string; a longer match may have been possible."""

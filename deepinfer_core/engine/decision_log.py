@@ -30,5 +30,5 @@ def why_waiting(planner: Planner, request: Request) -> str | None:
         # Only those that could be next are looked at in a step; the rest wait for what the first waits for.
         reason = f"its turn; the first in the queue waits for {planner.waiting.at(0).waiting_for}"
     blocks = f"{planner.cache.free_blocks} of {planner.cache.total_blocks} cache blocks"
-    slots = f"{planner.slots.num_free} of {planner.slots.slots} places"
+    slots = f"{planner.slots.num_free} of {planner.slots.slots} slots"
     return f"waits for {reason} ({before} before it; free: {blocks}, {slots})"

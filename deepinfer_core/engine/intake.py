@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class Intake:
     def __init__(self, limits: Limits, tokenizer: Tokenizer | None) -> None:
         self.limits = limits
         self.tokenizer = tokenizer
-        self._number = 0
+        self._numbers = itertools.count(1)
 
     def request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, now: float, stream: bool) -> Request:
         """A validated request with its sequences, not yet queued.
@@ -116,8 +117,7 @@ class Intake:
         )
         tokens = np.array(ids, np.int32)
         for child in range(params.n):
-            self._number += 1
-            sequence = RequestSequence(request=request, child=child, number=self._number, tokens=tokens)
+            sequence = RequestSequence(request=request, child=child, number=next(self._numbers), tokens=tokens)
             if self.tokenizer is not None and (stream or params.stop):
                 sequence.detokenizer = IncrementalDetokenizer(
                     self.tokenizer,

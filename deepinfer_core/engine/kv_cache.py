@@ -56,10 +56,10 @@ class GroupTable:
         self.table[slot, :count] = 0
         self.count[slot] = self.first[slot] = 0
 
-    def slide_to(self, slot: int, first_needed: int) -> None:
+    def slide_to(self, slot: int, first_needed: int, *, forget: bool) -> None:
         first = int(self.first[slot])
         if first_needed > first:
-            self.pool.release(self.table[slot, first:first_needed].tolist())
+            self.pool.release(self.table[slot, first:first_needed].tolist(), forget=forget)
             self.table[slot, first:first_needed] = 0
             self.first[slot] = first_needed
 
@@ -76,9 +76,11 @@ class KVCache:
         slots: int,
         max_model_len: int,
         prefix_cache: bool,
+        retain_windows: bool = True,
     ) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.retain_windows = retain_windows
         max_blocks = -(-max_model_len // block_size)
         self.groups = {g.name: GroupTable(g, num_blocks[g.name], slots, max_blocks) for g in groups}
         self._windows = [g for g in self.groups.values() if g.spec.window is not None]
@@ -225,12 +227,16 @@ class KVCache:
                 group.append(slot, group.pool.allocate(count))
 
     def slide(self, slots: np.ndarray[Any, Any], computed: np.ndarray[Any, Any]) -> None:
-        """Free window blocks that no query at or after position ``computed`` can see."""
+        """Free window blocks that no query at or after position ``computed`` can see.
+
+        Unless ``retain_windows`` they can no longer be found by content either, so that a prefix can be continued
+        only from where a request stopped.
+        """
         for group in self._windows:
             assert group.spec.window is not None
             needed = np.maximum(computed - group.spec.window + 1, 0) // self.block_size
             for i in np.nonzero(needed > group.first[slots])[0]:
-                group.slide_to(int(slots[i]), int(needed[i]))
+                group.slide_to(int(slots[i]), int(needed[i]), forget=not self.retain_windows)
 
     def publish(self, slot: int, keys: Sequence[bytes], start: int, stop: int) -> None:
         """Make blocks ``start..stop-1`` of a slot findable. Their rows must have been computed and committed."""

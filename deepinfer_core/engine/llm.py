@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -55,7 +56,7 @@ class LLM:
         self.config = _configure(str(model), accelerator, dtype, config, settings)
         configure_logging(self.config.logging)
         self._lock = threading.RLock()
-        self._next_id = 0
+        self._ids = itertools.count()
         self._closed = False
         self.engine: Engine = open_engine(self.config)
 
@@ -83,9 +84,10 @@ class LLM:
         """
         batch = split_prompts(prompts)
         requests = self._requests(batch, split_params(sampling_params, len(batch)), stream=False)
-        with self._lock, prompts_bar(len(requests), enabled=progress and self.config.logging.progress) as bar:
+        mine = {request.request_id for request in requests}
+        with prompts_bar(len(requests), enabled=progress and self.config.logging.progress) as bar:
             for committed in self._run(requests):
-                bar(len(committed.finished), committed.output_tokens)
+                bar(sum(request.request_id in mine for request in committed.finished), committed.output_tokens)
         return [self.output(request) for request in requests]
 
     def chat(
@@ -117,7 +119,9 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages, **options)
         return self.tokenizer.encode(text, add_special_tokens=False), text
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[StreamDelta, None, None]:
         """Complete one prompt, yielding text and tokens as they come. Closing the iterator aborts the request.
 
         The prompt is validated when this is called, not at the first item.
@@ -125,12 +129,10 @@ class LLM:
         requests = self._requests([prompt], split_params(sampling_params, 1), stream=True)
         return self._deltas(requests)
 
-    def _deltas(self, requests: list[Request]) -> Iterator[StreamDelta]:
-        with self._lock:
-            for _ in self._run(requests):
-                for request in requests:
-                    while request.outbox:
-                        yield request.outbox.popleft()
+    def _deltas(self, requests: list[Request]) -> Generator[StreamDelta, None, None]:
+        for _ in self._run(requests):
+            yield from _fetch(requests)
+        yield from _fetch(requests)  # a step of another thread may have ended them
 
     def _requests(self, prompts: list[Prompt], params: list[SamplingParams], *, stream: bool) -> list[Request]:
         if self._closed:
@@ -138,23 +140,30 @@ class LLM:
         now = self.engine.core.clock()
         requests = []
         for prompt, one in zip(prompts, params, strict=True):
-            requests.append(self.engine.intake.request(str(self._next_id), prompt, one, now=now, stream=stream))
-            self._next_id += 1
+            requests.append(self.engine.intake.request(str(next(self._ids)), prompt, one, now=now, stream=stream))
         return requests
 
     def _run(self, requests: list[Request]) -> Iterator[Committed]:
-        """Step until these requests ended; whatever interrupts it leaves none of them behind."""
+        """Step until these requests ended; whatever interrupts it leaves none of them behind.
+
+        The lock is held within a step and not between steps, so that threads share the engine and a stream that
+        nobody reads stops no one.
+        """
         core = self.engine.core
         try:
-            yield core.add(requests)
+            with self._lock, between_steps() as check:
+                committed = core.add(requests)
+                check()
+            yield committed
             while not all(request.finished for request in requests):
-                with between_steps() as check:
+                with self._lock, between_steps() as check:
                     committed = core.step()
                     check()
                 yield committed
         finally:
-            core.abort([request.request_id for request in requests])
-            core.drain()
+            with self._lock:
+                core.abort([request.request_id for request in requests])
+                core.drain()
 
     # ---- results and facts
 
@@ -231,6 +240,13 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _fetch(requests: Sequence[Request]) -> Iterator[StreamDelta]:
+    """What the streams of these requests have, taken out."""
+    for request in requests:
+        while request.outbox:
+            yield request.outbox.popleft()
 
 
 def explain(plan: Any, config: EngineConfig) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import structlog
 
 from deepinfer_core.api import Event, EventKind, Policy, SchedulingEvent, Stream
@@ -147,13 +148,12 @@ class Observer:
 
     def launched(self, plan: StepPlan, plan_start: float, plan_end: float) -> None:
         """A planned step was given to the stream."""
-        tokens = plan.num_tokens
-        # Decode rows and their drafts all yield tokens. A prompt's last row alone counts as one, unless it is new.
-        only_decode = not plan.admitted and int(plan.samples.sum()) == tokens
+        # Decode rows and their drafts all yield tokens; other rows belong to prompts, or are recomputed.
+        chunks = (plan.counts != plan.samples) | (plan.starts < self.slots.prompt_len[plan.slots])
         timing = StepTiming(
             number=plan.number,
-            tokens=tokens,
-            prefill=0 if only_decode else self._note_chunks(plan, plan_end),
+            tokens=plan.num_tokens,
+            prefill=self._note_chunks(plan, chunks, plan_end) if chunks.any() else 0,
             requests=len(plan.slots),
             plan_start=plan_start,
             plan_end=plan_end,
@@ -162,9 +162,8 @@ class Observer:
         )
         self._open.append(timing)
 
-    def _note_chunks(self, plan: StepPlan, now: float) -> int:
+    def _note_chunks(self, plan: StepPlan, chunks: np.ndarray[Any, Any], now: float) -> int:
         """Put prompt rows into the timelines; returns how many there are."""
-        chunks = (plan.counts != plan.samples) | (plan.starts < self.slots.prompt_len[plan.slots])
         columns = (plan.slots[chunks].tolist(), plan.starts[chunks].tolist(), plan.counts[chunks].tolist())
         for slot, start, tokens in zip(*columns, strict=True):
             sequence = self.slots.sequence[slot]

@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 import attrs
 import structlog
 
-from deepinfer_core.api import ConfigError, MetricKey, MetricSpec, MetricsRecord, MetricsSink, PluginError
+from deepinfer_core.api import (
+    ConfigError,
+    DeepInferError,
+    MetricKey,
+    MetricSpec,
+    MetricsRecord,
+    MetricsSink,
+    PluginError,
+)
 from deepinfer_core.config import plugin_settings
 from deepinfer_core.plugins import resolve
 
@@ -186,5 +194,7 @@ def _log_start(planned: PlannedEngine, planner: Planner) -> None:
 def _guarded(sink: str, plugin: str, make: Callable[[], T]) -> T:
     try:
         return make()
+    except DeepInferError:
+        raise
     except Exception as error:
         raise PluginError(f"metrics sink {sink!r} of plugin {plugin!r}: {type(error).__name__}: {error}") from error

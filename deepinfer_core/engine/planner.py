@@ -93,6 +93,7 @@ class Planner:
         self.steps = 0
         self.budget = max_batch_tokens
         self._calm_steps = 0
+        self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.preemption = Preemption(
             policy=policy, cache=cache, slots=slots, waiting=self.waiting, view=self.view, tell=self.tell
         )
@@ -146,6 +147,8 @@ class Planner:
         sequence.status = "finished"
 
     def tell(self, kind: EventKind, sequence: Sequence, tokens: int = 0) -> None:
+        if kind == "preempted":
+            self.on_preempted(sequence)
         self.observer.tell(self.policy, kind, sequence, tokens)
 
     # ---- memory pressure
@@ -180,7 +183,7 @@ class Planner:
         split = self._split()
         decodes = self._decode_rows(min(split.decode, self.budget))
         used = len(decodes)
-        drafts = self._fitting_drafts(decodes, drafts or {}, self.budget - used)
+        drafts = self._fitting_drafts(decodes, drafts or {}, min(split.decode, self.budget) - used)
         used += sum(map(len, drafts.values()))
         rows = self._prefill_rows(min(split.prefill, self.budget - used))
         admitted = self._admit(min(split.prefill, self.budget - used) - sum(rows.counts), rows)
@@ -273,10 +276,11 @@ class Planner:
     def _admit(self, budget: int, rows: _Rows) -> list[Sequence]:
         admitted: list[Sequence] = []
         if not len(self.waiting) or budget <= 0 or not self.slots.num_free:
-            self._note_waiting("no free slot" if not self.slots.num_free else "token budget spent")
+            self._note_full()
             return admitted
         for sequence in self._candidates():
             if budget <= 0 or not self.slots.num_free:
+                self._note_full()
                 break
             if self._sibling_is_prefilling(sequence):
                 self.observer.waits(sequence, "its first completion's prompt, to share it")
@@ -339,9 +343,10 @@ class Planner:
             return True
         return first.status == "running" and bool(self.slots.committed[first.slot] <= first.prompt_len)
 
-    def _note_waiting(self, reason: str) -> None:
+    def _note_full(self) -> None:
         if len(self.waiting):
-            self.observer.waits(self.waiting.at(0), reason)
+            lacks = "a step with tokens to spare" if self.slots.num_free else "a free slot"
+            self.observer.waits(self.waiting.at(0), lacks)
 
     def _unstick(self) -> StepPlan | None:
         """Nothing fits, so the oldest ready sequence gets the room of the newest ones."""

@@ -51,6 +51,7 @@ from deepinfer_core.plugins import (
 from .loop_mode import AHEAD, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
+from .unavailable import refuse_unavailable
 
 PROVIDER_HOOKS = (
     "deepinfer_attention",
@@ -128,6 +129,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     Raises:
         PluginError, DeviceError, PlanError, ConfigError, CheckpointError: whatever was asked for and cannot be met.
     """
+    refuse_unavailable(config)
     registry = open_registry(config, environ)
     chosen = pick_device(config, registry, environ)
     device: Device = chosen.device.provider.load()(chosen.device)

@@ -27,6 +27,7 @@ class Speculator:
         self.proposed = 0
         self.accepted = 0
         self.failures = 0
+        self._held: list[Sequence] | None = None
 
     def propose(self, slots: Array, table: SlotTable) -> dict[int, Array]:
         """Drafts for slots that are one row short of their next token: slot -> tokens, non-empty ones only."""
@@ -46,6 +47,10 @@ class Speculator:
             self._failed("propose")
             return {}
 
+    def hold(self) -> None:
+        """A step with drafts is being applied: who ends in it is forgotten after the verdict on its drafts."""
+        self._held = self._held or []
+
     def verified(self, results: list[Verified]) -> None:
         self.proposed += sum(r.proposed for r in results)
         self.accepted += sum(r.accepted for r in results)
@@ -53,8 +58,14 @@ class Speculator:
             self.drafter.verified(results)
         except Exception:
             self._failed("verified")
+        held, self._held = self._held, None
+        for sequence in held or ():
+            self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
+        if self._held is not None:
+            self._held.append(sequence)
+            return
         try:
             self.drafter.forget(sequence.request.request_id, sequence.child)
         except Exception:
@@ -75,7 +86,11 @@ class Speculator:
 
     def _checked(self, tokens: Any) -> Array:
         """Tokens up to the first that is no token of the vocabulary."""
-        array = np.asarray(tokens, np.int64)
+        array = np.asarray(tokens)
+        if array.size == 0:
+            return np.zeros(0, np.int32)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise TypeError(f"a draft of shape {array.shape}, {array.dtype}: expected a flat sequence of ids")
         wrong = np.nonzero((array < 0) | (array >= self.token_limit))[0]
         if len(wrong):
             log.warning("drafter proposed an id outside the vocabulary", token=int(array[wrong[0]]))

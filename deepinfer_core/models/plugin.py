@@ -23,4 +23,11 @@ def deepinfer_models() -> Sequence[ModelInfo]:
             architectures=("DeepseekV4ForCausalLM",),
             definition=LazyRef("deepinfer_core.models.deepseek_v4.model:DeepseekV4Model"),
         ),
+        ModelInfo(
+            architectures=("DeepseekV4MTP",), definition=LazyRef("deepinfer_core.models.deepseek_v4.mtp:DeepseekV4MTP")
+        ),
+        ModelInfo(
+            architectures=("DeepseekV4DSpark",),
+            definition=LazyRef("deepinfer_core.models.deepseek_v4.dspark:DeepseekV4DSpark"),
+        ),
     ]

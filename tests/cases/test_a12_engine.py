@@ -41,9 +41,7 @@ def test_each_request_of_a_mixed_batch_equals_its_own_run(toy_llm: ToyLLM, ahead
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("temperature", SMALL)
 def test_small_temperatures_take_the_best_token(toy_llm: ToyLLM, ahead: bool, temperature: float) -> None:
-    llm = toy_llm(
-        "Const", vocab_size=3, logits={"0": 1.0, "1": 7.5, "2": 3.0}, scheduling__async_scheduling=ahead
-    )
+    llm = toy_llm("Const", vocab_size=3, logits={"0": 1.0, "1": 7.5, "2": 3.0}, scheduling__async_scheduling=ahead)
     normal = SamplingParams(seed=3, max_tokens=8, logprobs=0)
     alone = llm.generate([0], normal)[0].outputs
     params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=8) for seed in range(5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from toys.checkpoints import EOS, EOS_ID, MERGED, ToyLLM
@@ -62,9 +63,10 @@ def first_match(text: str, ends: list[int], stops: list[str]) -> tuple[str, str,
 def test_random_texts_against_search_in_the_whole_text(toy_llm: ToyLLM, ahead: bool) -> None:
     rng = random.Random(f"{ahead}")
     pieces = {97: "a", 98: "b", 99: "c", **{257 + i: data.decode() for i, data in enumerate(MERGED)}}
+    llm: Any = toy_llm("Script", tokenizer=True, scheduling__async_scheduling=ahead)
     for _ in range(12):
         script = [rng.choice([97, 97, 98, 98, 99, *pieces]) for _ in range(24)]
-        llm = toy_llm("Script", tokenizer=True, script=script, scheduling__async_scheduling=ahead)
+        llm.engine.model.config = {"script": script}
         text = "".join(pieces[token] for token in script)
         ends = [sum(len(pieces[t]) for t in script[: i + 1]) for i in range(24)]
         for _ in range(4):

@@ -36,7 +36,14 @@ def test_cut_after_each_token(toy_llm: ToyLLM, ahead: bool, cut: int) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_lone_continuation_bytes(toy_llm: ToyLLM, ahead: bool) -> None:
-    llm = toy_llm("Script", tokenizer=MERGED, script=[0x80], max_len=600, scheduling__async_scheduling=ahead)
+    llm = toy_llm(
+        "Script",
+        tokenizer=MERGED,
+        script=[0x80],
+        max_len=600,
+        kv_cache__num_blocks=160,
+        scheduling__async_scheduling=ahead,
+    )
     params = SamplingParams(temperature=0, max_tokens=500)
     deltas = list(llm.stream([0], params))
     assert "".join(delta.text for delta in deltas) == "\ufffd" * 500

@@ -18,7 +18,9 @@ GROUPS: list[dict[str, int | None]] = [{"full": None}, {"full": None, "near": 5}
 @pytest.fixture(params=[(g, a) for g in GROUPS for a in (False, True)], ids=lambda p: f"{'+'.join(p[0])}-{p[1]}")
 def engine(request: pytest.FixtureRequest, toy_llm: ToyLLM) -> tuple[LLM, HashOracle]:
     groups, ahead = request.param
-    return toy_llm("PrefixHash", groups=groups, scheduling__async_scheduling=ahead), HashOracle(64, list(groups.values()))
+    return toy_llm("PrefixHash", groups=groups, scheduling__async_scheduling=ahead), HashOracle(
+        64, list(groups.values())
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
@@ -31,6 +33,7 @@ def test_again_and_again(engine: tuple[LLM, HashOracle], length: int, max_tokens
         (output,) = llm.generate(prompt, params)
         assert output.outputs[0].token_ids == expected
         assert output.metrics.cached_tokens <= length - 1
+        assert output.outputs[0].logprobs is not None
         (value,) = output.outputs[0].logprobs[0].values()
         assert value.logprob == pytest.approx(log_softmax(oracle.logits(prompt))[expected[0]], abs=1e-5)
     assert_clean(llm)

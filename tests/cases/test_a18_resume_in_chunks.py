@@ -27,7 +27,7 @@ def run(llm: LLM, params: SamplingParams, preempt_at: list[int]) -> tuple[Reques
     ``preempt_at``: each number is so many outputs, or when negative so many replayed chunks, before the next one.
     """
     core: Any = llm.engine.core
-    request = llm.engine.intake.request("0", PROMPT, params, now=0.0, stream=True)
+    request: Any = llm.engine.intake.request("0", PROMPT, params, now=0.0, stream=True)
     (sequence,) = request.sequences
     core.add([request])
     known, todo, chunks = [], list(preempt_at), 0
@@ -52,9 +52,7 @@ def run(llm: LLM, params: SamplingParams, preempt_at: list[int]) -> tuple[Reques
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["cold", "cached"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_changes(
-    toy_llm: ToyLLM, variant: str, ahead: bool, prefix_cache: bool, preempt_at: list[int]
-) -> None:
+def test_nothing_changes(toy_llm: ToyLLM, variant: str, ahead: bool, prefix_cache: bool, preempt_at: list[int]) -> None:
     params = SamplingParams(max_tokens=12, **VARIANTS[variant])
     options: dict[str, Any] = {"vocab_size": 320, "tokenizer": True, "kv_cache__prefix_cache": prefix_cache}
     whole = toy_llm("PrefixHash", **options)

@@ -38,7 +38,7 @@ def many(row: dict[str, Any], logits: list[float], *, by: str, names: tuple[str,
         step.slots = index
         for name in (field.name for field in step.state.__attrs_attrs__):
             value = getattr(step.state, name)
-            setattr(step.state, name, None if value is None else value.repeat_interleave(DRAWS, dim=0))
+            setattr(step.state, name, value.repeat_interleave(DRAWS, dim=0) if torch.is_tensor(value) else value)
         setattr(step.state, {"seed": "seed_lo", "seed_hi": "seed_hi", "child": "child"}[by], index)
     table = torch.tensor([logits]).repeat(DRAWS, 1)
     for name in names:

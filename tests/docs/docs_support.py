@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def _tensors() -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(11)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=made) * columns**-0.5
+        return torch.randn(rows, columns, generator=made) / math.sqrt(columns)
 
     def norm() -> torch.Tensor:
         return 1 + 0.1 * torch.randn(HIDDEN, generator=made)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import settings, strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deepinfer_core.engine.block_pool import BlockPool
-
-import pytest
 
 
 class PoolMachine(RuleBasedStateMachine):

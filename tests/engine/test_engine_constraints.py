@@ -159,7 +159,9 @@ def test_no_token_left_ends_that_request(toy_llm: Any, ahead: bool, temperature:
 
 def test_no_token_left_after_a_while_keeps_what_was_made(toy_llm: Any, ahead: bool) -> None:
     llm = toy_llm("Const", tokenizer=True, logits={"97": 3.0, "98": 2.0}, scheduling__async_scheduling=ahead)
-    (output,) = llm.generate([[1]], SamplingParams(temperature=0, allowed_token_ids=[97], bad_words=["aaa"], logprobs=0))
+    (output,) = llm.generate(
+        [[1]], SamplingParams(temperature=0, allowed_token_ids=[97], bad_words=["aaa"], logprobs=0)
+    )
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("aa", "error")
     assert len(output.outputs[0].logprobs) == 2
     assert output.error.code == "no_allowed_token"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -81,7 +81,8 @@ def test_each_request_gets_its_own_count(toy_llm: Any) -> None:
 def test_raw_values_ignore_what_sampling_does(toy_llm: Any) -> None:
     llm = toy_llm("Const")
     params = SamplingParams(
-        temperature=0.5, top_k=1, logit_bias={5: 3.0}, presence_penalty=1.0, allowed_token_ids=[5], max_tokens=3, logprobs=2
+        temperature=0.5, top_k=1, logit_bias={5: 3.0}, presence_penalty=1.0, allowed_token_ids=[5],
+        max_tokens=3, logprobs=2,
     )  # fmt: skip
     (output,) = llm.generate([3], params)
     assert output.outputs[0].token_ids == [5, 5, 5]
@@ -113,7 +114,7 @@ def test_processed_values_of_greedy_rows_do_not_depend_on_neighbours(toy_llm: An
 def test_raw_and_processed_in_one_batch(toy_llm: Any, ahead: bool) -> None:
     llm = toy_llm("Const", scheduling__async_scheduling=ahead)
     common: dict[str, Any] = {"temperature": 0.5, "seed": 1, "max_tokens": 3, "logprobs": 2}
-    modes = ["processed", "raw", "processed", "raw"]
+    modes: list[Literal["raw", "processed"]] = ["processed", "raw", "processed", "raw"]
     outputs = llm.generate([[1]] * 4, [SamplingParams(logprobs_mode=m, **common) for m in modes])
     for mode, output in zip(modes, outputs, strict=True):
         wanted = log_softmax(const_logits(CONST, 16) / (0.5 if mode == "processed" else 1.0))

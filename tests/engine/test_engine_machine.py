@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from toys.checkpoints import open_toy, write_toy
 from toys.checks import assert_clean

@@ -14,7 +14,12 @@ from deepinfer_core import LLM, SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 ORACLE = HashOracle(64, [None])
 LONG = [(11 * i + 3) % 64 for i in range(40)]
-GROUPS: list[dict[str, int | None]] = [{"full": None}, {"full": None, "near": 6}, {"near": 9}, {"a": 1, "b": 4, "c": None}]
+GROUPS: list[dict[str, int | None]] = [
+    {"full": None},
+    {"full": None, "near": 6},
+    {"near": 9},
+    {"a": 1, "b": 4, "c": None},
+]
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "ahead"])

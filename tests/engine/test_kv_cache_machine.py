@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deepinfer_core.api import CacheEntry, CacheGroupSpec
@@ -24,8 +25,10 @@ GROUPS: list[dict[str, int | None]] = [
 
 
 def spec(name: str, window: int | None) -> CacheGroupSpec:
-    kind = "full" if window is None else "window"
-    return CacheGroupSpec(name=name, kind=kind, layers=1, entries=(CacheEntry("t", (), "int64"),), window=window)
+    entries = (CacheEntry("t", (), "int64"),)
+    return CacheGroupSpec(
+        name=name, kind="full" if window is None else "window", layers=1, entries=entries, window=window
+    )
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_kv_cache_machine import spec
 
@@ -133,7 +135,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if len(self.launched) > (self.ahead if plan is not None else 0):
             self.commit()
 
-    def check(self, plan: StepPlan, before: np.ndarray) -> None:  # type: ignore[type-arg]
+    def check(self, plan: StepPlan, before: np.ndarray[Any, Any]) -> None:
         table = self.slots
         assert 1 <= plan.num_tokens <= self.planner.max_batch_tokens
         assert len(set(plan.slots.tolist())) == len(plan.slots)
@@ -157,7 +159,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         plan, table = self.launched.popleft(), self.slots
         table.in_flight[plan.slots] -= 1
-        for slot, end, samples in zip(plan.slots.tolist(), (plan.starts + plan.counts).tolist(), plan.samples, strict=True):
+        for slot, end, samples in zip(
+            plan.slots.tolist(), (plan.starts + plan.counts).tolist(), plan.samples, strict=True
+        ):
             sequence = table.sequence[slot]
             assert sequence is not None
             if sequence.status == "finished":

@@ -26,7 +26,10 @@ REFUSED: list[tuple[str, Any]] = [
     *[("repetition_penalty", v) for v in (0.0, -1.0, NAN, INF, None, "1")],
     *[("stop", v) for v in ("", ["a", ""], 5, [5], {"a": 1}, b"a")],
     *[("stop_token_ids", v) for v in ([-1], [1.0], "12", 5, [True], [2**31], {1})],
-    *[("logit_bias", v) for v in ({-1: 1.0}, {"x": 1.0}, {1: NAN}, {1: INF}, {1: "1"}, [1], {1.5: 1.0}, {"1": 1, 1: 2})],
+    *[
+        ("logit_bias", v)
+        for v in ({-1: 1.0}, {"x": 1.0}, {1: NAN}, {1: INF}, {1: "1"}, [1], {1.5: 1.0}, {"1": 1, 1: 2})
+    ],
     *[("bad_words", v) for v in (["a", ""], [5], 5)],
     *[("allowed_token_ids", v) for v in ([], [-1], "12", [1.0], 5)],
     *[(name, v) for name in ("logprobs", "prompt_logprobs") for v in (-2, 1.5, "1", NAN)],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from deepinfer_core import SamplingParams
@@ -14,7 +15,9 @@ from deepinfer_core.engine.request import Request, Sequence
 from deepinfer_core.engine.waiting import WaitingQueue
 
 
-def make_sequence(number: int, *, prompt: int, output: int, tenant: str, priority: int, deadline: float | None) -> Sequence:
+def make_sequence(
+    number: int, *, prompt: int, output: int, tenant: str, priority: int, deadline: float | None
+) -> Sequence:
     request = Request(
         request_id=f"r{number}",
         prompt=None,
@@ -57,8 +60,13 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.next_number += 3
             sequence = make_sequence(
-                self.next_number, prompt=self.next_number % 7 + 1, output=0, tenant=tenant, priority=priority, deadline=deadline
-            )  # fmt: skip
+                self.next_number,
+                prompt=self.next_number % 7 + 1,
+                output=0,
+                tenant=tenant,
+                priority=priority,
+                deadline=deadline,
+            )
             self.put(sequence, self.next_number % 5)
 
     @precondition(lambda self: self.away)

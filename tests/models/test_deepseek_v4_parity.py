@@ -16,6 +16,7 @@ from v4.support import (
     assert_same,
     chunk_ends,
     oracle,
+    plan_of,
     random_model,
     random_tokens,
 )
@@ -61,6 +62,12 @@ def test_golden_logits() -> None:
 
 def test_one_shot(tiny: Fixture) -> None:
     assert_same(tiny.stepper().step([(0, tiny.first.tokens, 0)]), tiny.first, told("one shot"))
+
+
+def test_with_reference_operators_alone(tiny: Fixture) -> None:
+    ops = {request.op: ["reference"] for request in plan_of(tiny.path).spec.ops.values()}
+    found = Stepper(tiny.path, ops=ops).run(tiny.first.tokens, chunk_ends(LENGTH, 11))
+    assert_same(found, tiny.first, told("reference operators"))
 
 
 @pytest.mark.parametrize("size", range(1, 18))

@@ -73,7 +73,8 @@ class Pair:
         """``[len(tokens), V]``: row i is of the token after ``tokens[: i + 1]``."""
         with torch.inference_mode():
             logits = self.theirs(torch.tensor([list(tokens)])).logits[0]
-        return logits.double().log_softmax(-1)
+        log_probs: torch.Tensor = logits.double().log_softmax(-1)
+        return log_probs
 
     def check(self, output: RequestOutput, *, prompt: bool = False) -> None:
         """Every listed log-probability, and every token greedy (near-ties under the tolerance apart)."""
@@ -238,10 +239,10 @@ def test_smollm2_answers_as_transformers() -> None:
     with open_checkpoint("demo") as checkpoint:
         fields = {k: v for k, v in checkpoint.config.items() if k not in ("architectures", "model_type")}
         with torch.device("meta"):
-            theirs = LlamaForCausalLM(LlamaConfig(**fields)).eval()
+            theirs: Any = LlamaForCausalLM(LlamaConfig(**fields))
         weights = {name: checkpoint.weights.load(name).float() for name in checkpoint.weights.names()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    theirs.load_state_dict(weights, assign=True)
+    theirs.eval().load_state_dict(weights, assign=True)
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     near_ties = 0
     for output in outputs:

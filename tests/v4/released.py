@@ -85,7 +85,7 @@ def pack_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         owner, _, last = name.rpartition(".")
         if last == "weight" and ".experts." in name:
             packed[name], packed[f"{owner}.scale"] = fp4_pack(tensor)
-        elif last == "weight" and owner.endswith(FP8_ENDS) and "compressor" not in name:
+        elif last == "weight" and owner.rpartition(".")[2] in FP8_ENDS and "compressor" not in name:
             packed[name], packed[f"{owner}.scale"] = fp8_pack(tensor)
         elif tensor.dtype == torch.int64 or "hc_" in name or last in ("attn_sink", "bias", "ape"):
             packed[name] = tensor

@@ -150,10 +150,12 @@ def assert_same(found: torch.Tensor, wanted: Oracle, what: str, positions: Seque
     assert worst < TOLERANCE, f"{what}: logprobs differ by {worst:.2e} at row {int(difference[clean].argmax())}"
 
 
-def plan_of(path: Path, **settings: Any) -> PlannedEngine:
-    """The plan of a checkpoint with block_size 16 unless told otherwise."""
+def plan_of(path: Path, architecture: str | None = None, **settings: Any) -> PlannedEngine:
+    """The plan of a checkpoint with block_size 16 unless told otherwise; ``architecture``: a draft module of it."""
     overrides = {"model.path": str(path), "kv_cache.block_size": BLOCK, **settings}
     with open_checkpoint(path) as checkpoint:
+        if architecture is not None:
+            checkpoint = attrs.evolve(checkpoint, config={**checkpoint.config, "architectures": [architecture]})
         return make_plan(load_config(overrides=overrides), checkpoint, {})
 
 
@@ -189,9 +191,11 @@ class Stepper:
         requests: int = 3,
         seed: int = 0,
         mutant: Mutant | None = None,
+        architecture: str | None = None,
+        read: list[str] | None = None,
         **settings: Any,
     ) -> None:
-        planned = plan_of(path, **settings)
+        planned = plan_of(path, architecture, **settings)
         self.ops: Any = freeze(planned.plan.choices, planned.providers, planned.context_for)
         if mutant is not None:
             self.ops = mutated(self.ops, planned, mutant)
@@ -205,7 +209,7 @@ class Stepper:
                     ops=self.ops,
                     weights=checkpoint.weights,
                     device=torch.device("cpu"),
-                    progress=lambda _: None,
+                    progress=(read if read is not None else []).append,
                 )
             )
         blocks = -(-length // self.block)

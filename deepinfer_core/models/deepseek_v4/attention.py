@@ -27,7 +27,8 @@ class Attention:
     """One layer's attention.
 
     Attributes:
-        window_index, entry_index: the layer's place in the window group, and in the groups of its kind.
+        group: cache group of its raw rows.
+        window_index, entry_index: the layer's place in that group, and in the groups of its kind.
         unit: ones ``[head_dim]``: queries are normed without a weight.
         qdq_kv, qdq_index: roundings of cached values and index queries, None when they are off.
         pool: projections of all its compressors in one matrix. compressor, indexer, index_weights: or None.
@@ -36,6 +37,7 @@ class Attention:
     config: V4Config
     ops: Any
     kind: LayerKind
+    group: str
     window_index: int
     entry_index: int
     sinks: torch.Tensor
@@ -55,7 +57,16 @@ class Attention:
 
     @classmethod
     def load(
-        cls, c: V4Config, ops: Any, loader: Loader, prefix: str, kind: LayerKind, window_index: int, entry_index: int
+        cls,
+        c: V4Config,
+        ops: Any,
+        loader: Loader,
+        prefix: str,
+        *,
+        kind: LayerKind,
+        group: str,
+        window_index: int,
+        entry_index: int,
     ) -> Attention:
         q_op = ops.q_b_csa if kind == "csa" else ops.q_b
         q_names = ("wq_b", "indexer.wq_b") if kind == "csa" else ("wq_b",)
@@ -74,6 +85,7 @@ class Attention:
             config=c,
             ops=ops,
             kind=kind,
+            group=group,
             window_index=window_index,
             entry_index=entry_index,
             sinks=loader.exact(f"{prefix}attn_sink"),
@@ -98,7 +110,7 @@ class Attention:
         low, kv = ops.qkv_a.run(x, self.qkv_a).split((c.q_rank, c.head_dim), dim=1)
         low = ops.q_norm.run(low, self.q_norm)
         query = (ops.q_b_csa if kind == "csa" else ops.q_b).run(low, self.q_b)
-        self._write(kv, batch, rope, rotation, attention)
+        self.write(kv, batch, rope, rotation, attention)
         chosen = None
         if kind != "window":
             self._pool(x, batch, plan)
@@ -106,7 +118,7 @@ class Attention:
             query, index_query = query.split((c.heads * c.head_dim, c.index_heads * c.index_dim), dim=1)
             chosen = self._choose(x, index_query, batch, plan)
         query = ops.head_norm.run(query.reshape(-1, c.heads, c.head_dim), self.unit)
-        cache = batch.caches[WINDOW][self.window_index]
+        cache = batch.caches[self.group][self.window_index]
         entries = None if kind == "window" else batch.caches[kind][self.entry_index]
         attended = attention.run(
             rope.run(query, rotation), cache, entries, plan[f"attention_{kind}"], self.sinks, chosen
@@ -117,11 +129,12 @@ class Attention:
         out: torch.Tensor = ops.o_b.run(grouped.reshape(-1, c.o_groups * c.o_rank), self.o_b)
         return out
 
-    def _write(self, kv: torch.Tensor, batch: ModelBatch, rope: Any, rotation: Any, attention: Any) -> None:
+    def write(self, kv: torch.Tensor, batch: ModelBatch, rope: Any, rotation: Any, attention: Any) -> None:
+        """Norm, rotate and keep one vector of each row, ``[T, head_dim]``."""
         kv = rope.run(self.ops.head_norm.run(kv, self.kv_norm)[:, None], rotation)[:, 0]
         if self.qdq_kv is not None:
             kv = self.qdq_kv.run(kv)
-        attention.write(kv, batch.caches[WINDOW][self.window_index], batch.layouts[WINDOW])
+        attention.write(kv, batch.caches[self.group][self.window_index], batch.layouts[self.group])
 
     def _pool(self, x: torch.Tensor, batch: ModelBatch, plan: dict[str, Any]) -> None:
         """Feed the compressors: tail rows, and every entry that closes in this step."""
@@ -179,10 +192,10 @@ def _pooling(loader: Loader, prefix: str) -> Pooling:
     return Pooling(position_bias=loader.exact(f"{prefix}ape"), norm=loader.vector(f"{prefix}norm.weight"))
 
 
-def attention_plans(ops: Any, kinds: tuple[LayerKind, ...], batch: ModelBatch) -> dict[str, Any]:
-    """Everything that is prepared once a step for all layers of these kinds."""
+def attention_plans(ops: Any, kinds: tuple[LayerKind, ...], batch: ModelBatch, group: str = WINDOW) -> dict[str, Any]:
+    """Everything that is prepared once a step for all layers of these kinds; ``group`` keeps their raw rows."""
     layouts = batch.layouts
-    window: StepLayout = layouts[WINDOW]
+    window: StepLayout = layouts[group]
     plans: dict[str, Any] = {}
     if "window" in kinds:
         plans["rope_window"] = ops.rope_window.plan(batch.positions)

@@ -37,13 +37,23 @@ class Block:
         *,
         kind: LayerKind,
         hashed: bool,
+        group: str,
         window_index: int,
         entry_index: int,
-        counts: torch.Tensor,
     ) -> Block:
+        counts = torch.zeros(c.experts + 1, dtype=torch.int64, device=loader.device)
         return cls(
             ops=ops,
-            attention=Attention.load(c, ops, loader, f"{prefix}attn.", kind, window_index, entry_index),
+            attention=Attention.load(
+                c,
+                ops,
+                loader,
+                f"{prefix}attn.",
+                kind=kind,
+                group=group,
+                window_index=window_index,
+                entry_index=entry_index,
+            ),
             experts=Experts.load(c, ops, loader, f"{prefix}ffn.", hashed, counts),
             attention_norm=loader.vector(f"{prefix}attn_norm.weight"),
             expert_norm=loader.vector(f"{prefix}ffn_norm.weight"),

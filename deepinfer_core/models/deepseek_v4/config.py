@@ -180,9 +180,7 @@ def _layers(config: Mapping[str, Any], layers: int) -> tuple[tuple[LayerKind, ..
         )
     names: dict[int, LayerKind] = {0: "window", CSA_RATE: "csa"}
     if any(ratios[layers:]):
-        raise ConfigError(
-            f"config.json: compress_ratios={ratios!r}: draft stages have no compression, expected 0 there"
-        )
+        raise ConfigError(f"config.json: compress_ratios={ratios!r}: expected 0 from entry {layers} on (draft stages)")
     kinds = tuple(names.get(ratio, "hca") for ratio in ratios[:layers])
     return kinds, heavy.pop() if heavy else 128, len(ratios) - layers
 

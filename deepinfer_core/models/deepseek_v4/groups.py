@@ -13,12 +13,13 @@ from .config import V4Config
 WINDOW, CSA, HCA = "window", "csa", "hca"
 CSA_TAIL, HCA_TAIL = "csa_tail", "hca_tail"
 INDEX, INDEX_TAIL = "index", "index_tail"
+DRAFT = "draft"
 
 
 def cache_groups(c: V4Config, dtype: str) -> tuple[CacheGroupSpec, ...]:
     """Groups of the main model."""
     csa, hca = c.kinds.count("csa"), c.kinds.count("hca")
-    groups = [window_group(c, dtype, c.layers)]
+    groups = [window_group(WINDOW, c, dtype, c.layers)]
     if csa:
         groups += [
             _entries(CSA, csa, "kv", c.head_dim, dtype, c.csa_rate),
@@ -34,10 +35,10 @@ def cache_groups(c: V4Config, dtype: str) -> tuple[CacheGroupSpec, ...]:
     return tuple(groups)
 
 
-def window_group(c: V4Config, dtype: str, layers: int) -> CacheGroupSpec:
-    """Raw rows of the last ``sliding_window`` tokens, one vector a token."""
+def window_group(name: str, c: V4Config, dtype: str, layers: int) -> CacheGroupSpec:
+    """Raw rows of the last ``sliding_window`` tokens, one vector a token. Of the main model, or of draft stages."""
     entries = (CacheEntry("kv", (c.head_dim,), dtype),)
-    return CacheGroupSpec(name=WINDOW, kind="window", window=c.window, layers=layers, entries=entries)
+    return CacheGroupSpec(name=name, kind="window", window=c.window, layers=layers, entries=entries)
 
 
 def wide(dtype: str) -> str:

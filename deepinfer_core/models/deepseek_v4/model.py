@@ -13,7 +13,7 @@ from deepinfer_core.api import ModelBatch, ModelContext, ModelOptions, ModelSpec
 from .attention import attention_plans
 from .block import Block, load_head
 from .config import V4Config
-from .groups import cache_groups
+from .groups import WINDOW, cache_groups
 from .names import layer_prefix
 from .requests import Needs, main_prefixes, model_requests
 from .tensors import StoredFormats, draft_tensors, main_tensors, tensor_specs
@@ -32,7 +32,7 @@ class Ends:
     head: Any
 
 
-def needs_of(config: V4Config, options: ModelOptions, prefixes: Any) -> Needs:
+def needs_of(config: V4Config, options: ModelOptions, prefixes: Any, window_group: str = WINDOW) -> Needs:
     """What requests are derived from, for the main model or for a draft module."""
     return Needs(
         config=config,
@@ -41,6 +41,7 @@ def needs_of(config: V4Config, options: ModelOptions, prefixes: Any) -> Needs:
         prefixes=prefixes,
         max_model_len=min(options.max_model_len or config.max_positions, config.max_positions),
         qdq=options.qdq == "on" or (options.qdq == "auto" and config.quantised),
+        window_group=window_group,
     )
 
 
@@ -131,9 +132,9 @@ def load_parts(c: V4Config, ops: Any, loader: Loader) -> tuple[list[Block], Ends
                 layer_prefix(layer),
                 kind=kind,
                 hashed=hashed,
+                group=WINDOW,
                 window_index=layer,
                 entry_index=seen[kind],
-                counts=torch.zeros(c.experts + 1, dtype=torch.int64, device=loader.device),
             )
         )
         seen[kind] += 1

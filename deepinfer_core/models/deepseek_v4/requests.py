@@ -48,6 +48,7 @@ class Needs:
     Attributes:
         prefixes: layers (or draft stages) with their kind and whether experts are chosen by table.
         max_model_len: tokens. qdq: round cached values as a packed cache would.
+        window_group: cache group of the raw rows.
     """
 
     config: V4Config
@@ -56,6 +57,7 @@ class Needs:
     prefixes: tuple[tuple[str, LayerKind, bool], ...]
     max_model_len: int
     qdq: bool
+    window_group: str = WINDOW
 
     @property
     def common(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def embedding_and_head(n: Needs) -> dict[str, OpRequest]:
     }
 
 
-def block_requests(n: Needs) -> dict[str, OpRequest]:
+def block_requests(n: Needs, *, causal: bool = True) -> dict[str, OpRequest]:
     """What every layer uses, and window attention."""
     c = n.config
     every = [prefix for prefix, _, _ in n.prefixes]
@@ -139,7 +141,7 @@ def block_requests(n: Needs) -> dict[str, OpRequest]:
         ops["q_b"] = n.linear(c.q_rank, c.heads * c.head_dim, plain_q)
     if n.of_kind("window"):
         ops["rope_window"] = _rope(n, "window", c.head_dim)
-        ops["attention_window"] = attention(n, "window", "", 0, 0)
+        ops["attention_window"] = attention(n, "window", "", 0, 0, causal=causal)
     if n.qdq:
         ops["qdq_kv"] = QuantiseDequantiseRequest(
             width=c.head_dim, format=KV_FORMAT, channels=kv_channels(c), group=KV_GROUP, **n.common
@@ -151,7 +153,7 @@ def attention(n: Needs, kind: LayerKind, entries: str, rate: int, chosen: int, *
     """Attention of one layer kind."""
     c = n.config
     return SparseAttentionRequest(
-        cache_group=WINDOW,
+        cache_group=n.window_group,
         entry_group=entries,
         heads=c.heads,
         head_dim=c.head_dim,
