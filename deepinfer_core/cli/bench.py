@@ -58,7 +58,7 @@ def bench(
     timeline: str | None,
     **load: Any,
 ) -> int:
-    """Measure a model: time to first token, time per token, tokens per second, host and device time of a step.
+    """Measure a model: latency, throughput, and where the time of a step goes.
 
     deepinfer bench --model demo --quick
     """

@@ -13,7 +13,7 @@ BUILT_IN = {
     "plugins": ("List installed plugins, and why one is not used.", "deepinfer_core.cli.plugins:plugins"),
     "explain": ("Show what would run, and who decided it.", "deepinfer_core.cli.explain:explain"),
     "bench": (
-        "Measure a model: time to first token, time per token, tokens per second.",
+        "Measure a model: latency, throughput, and where the time goes.",
         "deepinfer_core.cli.bench:bench",
     ),
     "inspect": ("Show what a checkpoint holds and what memory it needs.", "deepinfer_core.cli.inspect:inspect"),

@@ -16,6 +16,7 @@ from deepinfer_core.api import (
     PluginInfo,
     ProbeEnv,
     Provider,
+    SamplingRequest,
     Supports,
     WriteKVRequest,
     hookimpl,
@@ -25,6 +26,7 @@ from deepinfer_core.api import (
 
 SCORE = 100
 CAPS = frozenset({"deterministic", "spec_verify"})
+STATE_CAPS = CAPS | {"device_state"}
 KV_CAPS = CAPS | {"kv_layout:paged"}
 
 
@@ -110,6 +112,23 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
             "hyper_connection", "pointwise.hyper_connection", "hyper_connection:HyperConnection", CAPS, _pointwise
         ),
         _provider("hyper_head", "pointwise.hyper_head", "hyper_connection:HyperHead", CAPS, _pointwise),
+    ]
+
+
+def _stage(stage: str, target: str) -> Provider:
+    def supports(request: SamplingRequest) -> Supports:
+        return _float32(request) if request.stage == stage else no(f"serves stage {stage!r}, not {request.stage!r}")
+
+    return _provider(stage, SamplingRequest.op, target, STATE_CAPS, supports)
+
+
+@hookimpl
+def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _stage("top_k", "top:TopK"),
+        _stage("top_p", "top:TopP"),
+        _stage("draw", "draw:Draw"),
+        _stage("logprobs", "top:Logprobs"),
     ]
 
 

@@ -117,6 +117,14 @@ class AsyncLLM:
         """As :meth:`LLM.explain`."""
         return self._llm.explain()
 
+    def why_waiting(self, request_id: str) -> str | None:
+        """As :meth:`LLM.why_waiting`."""
+        return self._llm.why_waiting(request_id)
+
+    def metrics_text(self) -> str:
+        """As :meth:`LLM.metrics_text`."""
+        return self._llm.metrics_text()
+
     async def close(self) -> None:
         """Abort what runs, end the thread, release the device. Idempotent."""
         await asyncio.to_thread(self._driver.close)

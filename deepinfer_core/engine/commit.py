@@ -173,7 +173,8 @@ class Committer:
             table.length[slot] = computed[request] + 1
             table.computed[slot] = computed[request]
             sequence = table.sequence[slot]
-            assert sequence is not None
+            if sequence is None or sequence.status != "running":
+                continue  # was aborted meanwhile, and the drafter told so
             sequence.request.metrics.proposed_drafts += len(drafts)
             sequence.request.metrics.accepted_drafts += accepted
             drafted.append(_Drafted(sequence, int(plan.starts[request]) + 1, len(drafts), accepted))

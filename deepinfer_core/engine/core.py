@@ -73,7 +73,7 @@ class EngineCore:
             self.requests[request.request_id] = request
             for sequence in request.sequences:
                 self.planner.enqueue(sequence)
-            answer = self.planner.admit_request(request.sequences[0])
+            answer = self.planner.guard.admit(request)
             if not answer.accepted:
                 error = RequestError("rejected", f"the scheduling policy refused the request: {answer.reason}")
                 self._end(request, "error", out, error)

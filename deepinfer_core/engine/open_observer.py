@@ -136,7 +136,7 @@ def _totals(
     policy = planned.plan.policy.partition(":")[0]
     totals = [
         Total("deepinfer_preemptions_total", planner.preemption, "count"),
-        Total(("deepinfer_plugin_errors_total", policy), planner.preemption, "failures"),
+        Total(("deepinfer_plugin_errors_total", policy), planner.guard, "failures"),
     ]
     for name, pump in pumps.items():
         totals.append(Total(("deepinfer_dropped_records_total", name), pump, "dropped"))

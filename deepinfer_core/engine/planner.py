@@ -7,7 +7,6 @@ preempted; and when nothing at all can run, the newest arrivals make room for th
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,16 +14,17 @@ from typing import Any
 import attrs
 import numpy as np
 
-from deepinfer_core.api import Admit, EventKind, Policy, SystemView, TokenSplit
+from deepinfer_core.api import EventKind, Policy, SystemView, TokenSplit
 
 from .block_hash import extend_keys
 from .kv_cache import KVCache, PrefixHit
 from .observer import Observer
+from .policy_guard import PolicyGuard
 from .preemption import Preemption
 from .request import Sequence
 from .slot_table import SlotTable
 from .step_cost import StepCost
-from .views import make_view, request_view
+from .views import make_view
 from .waiting import WaitingQueue
 
 Array = np.ndarray[Any, Any]
@@ -94,11 +94,8 @@ class Planner:
         self.budget = max_batch_tokens
         self._calm_steps = 0
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
-        self.preemption = Preemption(
-            policy=policy, cache=cache, slots=slots, waiting=self.waiting, view=self.view, tell=self.tell
-        )
-        self._order: list[int] = []
-        self._order_key: tuple[int, int, int] | None = None
+        self.guard = PolicyGuard(policy, self.view)
+        self.preemption = Preemption(guard=self.guard, cache=cache, slots=slots, waiting=self.waiting, tell=self.tell)
 
     # ---- requests coming and going
 
@@ -127,9 +124,6 @@ class Planner:
 
     def view(self) -> SystemView:
         return make_view(self)
-
-    def admit_request(self, sequence: Sequence) -> Admit:
-        return self.policy.admit(request_view(sequence.request), self.view())
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended: waiting, or running with nothing in flight."""
@@ -202,10 +196,7 @@ class Planner:
         decoding = self._remaining(self.slots.running) == 1
         if not decoding.any() or (decoding.all() and not len(self.waiting)):
             return whole
-        split = self.policy.split(self.view())
-        if split.decode <= 0 and split.prefill <= 0:
-            return whole
-        return TokenSplit(max(split.decode, 0), max(split.prefill, 0))
+        return self.guard.split(whole)
 
     def _remaining(self, slots: Array) -> Array:
         """Rows each slot could run now; 0 for those at their length limit."""
@@ -278,7 +269,7 @@ class Planner:
         if not len(self.waiting) or budget <= 0 or not self.slots.num_free:
             self._note_full()
             return admitted
-        for sequence in self._candidates():
+        for sequence in self.guard.candidates(self.waiting, self.slots.num_free, self.cache.free_blocks):
             if budget <= 0 or not self.slots.num_free:
                 self._note_full()
                 break
@@ -313,26 +304,6 @@ class Planner:
         if not resumed:
             metrics.cached_tokens += hit.tokens
         self.tell("resumed" if resumed else "admitted", sequence, len(sequence.tokens))
-
-    def _candidates(self) -> list[Sequence]:
-        """The policy's preference, then everything else in arrival order."""
-        k = self.slots.num_free
-        key = (self.waiting.version, k, self.cache.free_blocks)
-        if key != self._order_key:
-            self._order = self._ask_order(k)
-            self._order_key = key
-        taken = set(self._order)
-        rest = (i for i in range(len(self.waiting)) if i not in taken)
-        return [self.waiting.at(i) for i in itertools.chain(self._order, itertools.islice(rest, k))]
-
-    def _ask_order(self, k: int) -> list[int]:
-        answer: list[int] = []
-        seen: set[int] = set()
-        for index in self.policy.order(self.view(), k):
-            if 0 <= index < len(self.waiting) and index not in seen:
-                seen.add(index)
-                answer.append(int(index))
-        return answer[:k]
 
     def _sibling_is_prefilling(self, sequence: Sequence) -> bool:
         """Completions after the first wait for its prompt blocks, which the prefix cache then shares."""

@@ -7,18 +7,14 @@ chunks, helped by whatever the prefix cache still holds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import structlog
-
-from deepinfer_core.api import EventKind, Policy, SystemView
+from deepinfer_core.api import EventKind
 
 from .kv_cache import KVCache
+from .policy_guard import PolicyGuard
 from .request import Sequence
 from .slot_table import SlotTable
 from .waiting import WaitingQueue
-
-log = structlog.get_logger("deepinfer.planner")
 
 Tell = Callable[[EventKind, Sequence, int], None]
 
@@ -27,28 +23,25 @@ class Preemption:
     """Takes blocks from running sequences, in the order the policy prefers.
 
     Attributes:
-        count: preemptions so far. failures: how often the policy raised when asked for victims.
+        count: preemptions so far.
         needs_drain: something would have been preempted, but a step is still in flight; commit it and plan again.
     """
 
     def __init__(
         self,
         *,
-        policy: Policy,
+        guard: PolicyGuard,
         cache: KVCache,
         slots: SlotTable,
         waiting: WaitingQueue,
-        view: Callable[[], SystemView],
         tell: Tell,
     ) -> None:
-        self.policy = policy
+        self.guard = guard
         self.cache = cache
         self.slots = slots
         self.waiting = waiting
-        self.view = view
         self.tell = tell
         self.count = 0
-        self.failures = 0
         self.needs_drain = False
 
     def make_room(self, slot: int, tokens: int) -> bool:
@@ -99,17 +92,6 @@ class Preemption:
     def _preempt_one(self, for_slot: int, need_blocks: int) -> bool:
         if len(self.slots.running) <= 1 or self._in_flight():
             return False
-        slot = self._victims(need_blocks)[0]
+        slot = self.guard.victims(self.slots.by_arrival(), need_blocks)[0]
         self.preempt(slot)
         return slot != for_slot  # the one that needs room may be first in line itself
-
-    def _victims(self, need_blocks: int) -> list[int]:
-        """Slots, first to go first: the policy's answer, then the newest arrivals."""
-        running = self.slots.by_arrival()
-        try:
-            asked: list[Any] = list(self.policy.victims(self.view(), need_blocks))
-        except Exception:
-            self.failures += 1
-            log.exception("scheduling policy raised in victims")
-            asked = []
-        return [running[i] for i in asked if 0 <= i < len(running)] + running[::-1]

@@ -16,7 +16,7 @@ import torch
 from cli_fakes import Run
 
 from deepinfer_core.cli.bench_load import synthetic_load
-from deepinfer_core.engine.trace_file import Arrival, Finish, TraceHeader, read_trace, write_record
+from deepinfer_core.engine.trace_file import Arrival, Finish, TraceHeader, TraceRecord, read_trace, write_record
 
 VOCAB, LAYERS, CONTEXT = 97, 3, 128
 
@@ -56,7 +56,8 @@ SMALL = ("--num-prompts", "5", "--input-len", "12", "--output-len", "6")
 
 def trace_file(path: Path, *arrivals: Arrival, finishes: tuple[Finish, ...] = ()) -> str:
     header = TraceHeader(block_size=16, max_batch_tokens=64, max_running=4)
-    path.write_text("".join(write_record(record) for record in (header, *arrivals, *finishes)))
+    records: tuple[TraceRecord, ...] = (header, *arrivals, *finishes)
+    path.write_text("".join(write_record(record) for record in records))
     return str(path)
 
 

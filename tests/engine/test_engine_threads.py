@@ -44,7 +44,7 @@ def test_a_stream_may_be_read_and_closed_by_any_thread(toy_llm: ToyLLM) -> None:
     llm = toy_llm("Count")
     stream = llm.stream([5], SamplingParams(temperature=0, max_tokens=20))
     assert [in_thread(lambda: next(stream)).token_ids for _ in range(3)] == [[6], [7], [8]]
-    in_thread(lambda: (stream.close(), True))
+    in_thread(stream.close)
     assert_clean(llm)
     assert ids_of(llm.generate([5], SamplingParams(temperature=0, max_tokens=2))) == [[6, 7]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import urllib.request
 from collections import Counter
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 from metrics_support import PATHS, HalfRight, LoudPolicy, Samples, samples, value
 from prometheus_client.parser import text_string_to_metric_families
-from toys.checkpoints import ToyLLM
+from toys.checkpoints import ToyLLM, toy_settings, write_toy
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.api import ConfigError, MetricSpec, MetricsRecord
+from deepinfer_core.engine.async_llm import AsyncLLM
 from deepinfer_core.engine.metrics import SPECS, expert_samples, expert_spec
 from deepinfer_core.engine.plugin import EngineSettings
 from deepinfer_core.engine.prometheus import PrometheusSink
@@ -220,6 +222,19 @@ def test_a_port_in_use_is_one_line() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"plugins.engine.prometheus_port = {port}: 127.0.0.1"):
             sink(HISTOGRAM, prometheus_port=port)
+
+
+def test_an_async_engine_has_the_same_text(tmp_path: Path) -> None:
+    directory = write_toy(tmp_path / "toy", "Count")
+
+    async def served() -> tuple[str, str | None]:
+        async with AsyncLLM(directory, accelerator="cpu", **toy_settings(**ON)) as llm:
+            output = await llm.generate([1, 2], greedy(3))
+            return llm.metrics_text(), llm.why_waiting(output.request_id)
+
+    text, waits = asyncio.run(served())
+    assert value(samples(text), "generation_tokens_total") == 3
+    assert waits is None
 
 
 def test_text_needs_a_sink_that_has_it(toy_llm: ToyLLM) -> None:

@@ -12,7 +12,7 @@ from toys.checks import assert_clean, ends_of, ids_of
 from toys.oracle import count_tokens
 
 from deepinfer_core import LLM, SamplingParams
-from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.api import ConfigError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 
@@ -153,6 +153,15 @@ def test_prompt_larger_than_a_window_pool_still_runs(toy_llm: Any) -> None:
     llm = toy_llm("PrefixHash", groups={"near": 6}, kv_cache__num_blocks=6)
     (output,) = llm.generate([5] * 60, GREEDY)
     assert output.outputs[0].finish_reason == "length"
+    assert_clean(llm)
+
+
+def test_window_pool_too_small_for_one_row_is_an_error(toy_llm: Any) -> None:
+    with pytest.raises(ConfigError, match="num_blocks=8: a window of 30 tokens needs at least 10"):
+        toy_llm("PrefixHash", groups={"near": 30}, kv_cache__num_blocks=8)
+    llm = toy_llm("PrefixHash", groups={"near": 30}, kv_cache__num_blocks=10, kv_cache__prefix_cache=False)
+    (output,) = llm.generate([5] * 60, SamplingParams(temperature=0, max_tokens=60))
+    assert len(output.outputs[0].token_ids) == 60
     assert_clean(llm)
 
 

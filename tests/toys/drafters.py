@@ -1,4 +1,6 @@
-"""Toy drafters, right or wrong to order. What follows a row they know from the oracle or have been told.
+"""Toy drafters, right or wrong to order, and engines with and without them side by side.
+
+What follows a row the drafters know from the oracle or have been told.
 
 Every drafter keeps what the engine said to it: ``shown`` the rows, ``heard`` the verdicts, ``forgotten`` the ends,
 and ``wrong`` whatever broke the contract (raising would not do: the engine lives through a drafter that raises).
@@ -6,22 +8,22 @@ and ``wrong`` whatever broke the contract (raising would not do: the engine live
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 
+from deepinfer_core import LLM, RequestOutput, SamplingParams
 from deepinfer_core.api import Draft, DraftRow, Verified
 
 from .oracle import HashOracle
 
 Completion = tuple[str, int]
 
-TOLD: list[list[int]] = []
-"""Whole right texts, prompt and continuation, for ``knows="told"``; found by their beginning."""
-TOLD_BY_ID: dict[Completion, list[int]] = {}
-"""The same by request and child, where beginnings do not tell them apart."""
+TOLD: dict[Completion, list[int]] = {}
+"""Whole right texts, prompt and continuation, for ``knows="told"``."""
 
 ALL = 10**6
 
@@ -96,15 +98,12 @@ class ToyDrafter:
 
     def following(self, row: DraftRow, count: int) -> list[int]:
         """What the model will say."""
-        past = row.tokens.tolist()
+        past: list[int] = row.tokens.tolist()
         if self.settings.knows == "count":
             return [(past[-1] + 1 + i) % self.settings.vocab for i in range(count)]
         if self.settings.knows == "hash":
             return self.oracle.tokens(past, count)
-        text = TOLD_BY_ID.get((row.request_id, row.child))
-        if text is None:
-            text = next((text for text in TOLD if text[: len(past)] == past), past)
-        known = text[len(past) : len(past) + count]
+        known = TOLD.get((row.request_id, row.child), past)[len(past) : len(past) + count]
         return known + [0] * (count - len(known))
 
     def _check(self, row: DraftRow) -> None:
@@ -225,3 +224,88 @@ class Garbage(ToyDrafter):
         ]
         assert len(kinds) == self.answers
         return kinds[self.calls % len(kinds)]
+
+
+# ---- engines with drafters
+
+
+def drafting(method: str, *, max_draft_tokens: int = 8, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine that uses one of these drafters."""
+    return {
+        "speculation__method": method,
+        "speculation__max_draft_tokens": max_draft_tokens,
+        "plugins__paths": ["toys.plugin", "toys.drafter_plugin"],
+        **{f"plugins__drafter_plugin__{name}": value for name, value in settings.items()},
+    }
+
+
+def drafter_of(llm: LLM) -> ToyDrafter:
+    assert llm.engine.core.speculator is not None
+    return cast(ToyDrafter, llm.engine.core.speculator.drafter)
+
+
+def check_drafter(llm: LLM) -> None:
+    """The engine kept the contract with its drafter, and counts what it told it."""
+    drafter, speculator = drafter_of(llm), llm.engine.core.speculator
+    assert speculator is not None
+    assert drafter.wrong == []
+    assert speculator.proposed == sum(verdict.proposed for verdict in drafter.heard)
+    assert speculator.accepted == sum(verdict.accepted for verdict in drafter.heard)
+
+
+@attrs.frozen
+class Twins:
+    """The same engine without and with a drafter. Both are given the same requests, so that their ids agree."""
+
+    plain: LLM
+    drafting: LLM
+
+    def generate(self, prompts: Any, params: Any) -> list[RequestOutput]:
+        """The drafting engine's results, which are those of the plain one; its drafter was told the right tokens."""
+        expected = self.plain.generate(prompts, params)
+        TOLD.clear()
+        tell(expected)
+        outputs = self.drafting.generate(prompts, params)
+        assert_same(outputs, expected)
+        check_drafter(self.drafting)
+        return outputs
+
+    def stream(self, prompt: Any, params: SamplingParams) -> tuple[list[Any], list[Any]]:
+        """Deltas without and with drafts."""
+        expected = list(self.plain.stream(prompt, params))
+        TOLD[str(expected[0].request_id), 0] = prompt + [token for delta in expected for token in delta.token_ids]
+        return expected, list(self.drafting.stream(prompt, params))
+
+
+def tell(outputs: Sequence[RequestOutput]) -> None:
+    """The drafters shall know these results."""
+    TOLD.update(
+        ((output.request_id, c.index), [*output.prompt_token_ids, *c.token_ids])
+        for output in outputs
+        for c in output.outputs
+    )
+
+
+def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput], tolerance: float = 1e-5) -> None:
+    """Results agree in everything; log-probabilities up to ``tolerance``."""
+    assert len(outputs) == len(expected)
+    for output, wanted in zip(outputs, expected, strict=True):
+        for mine, theirs in zip(output.outputs, wanted.outputs, strict=True):
+            without = ("logprobs",)
+            assert _fields(mine, without) == _fields(theirs, without)
+            assert_logprobs_same(mine.logprobs, theirs.logprobs, tolerance)
+        assert_logprobs_same(output.prompt_logprobs, wanted.prompt_logprobs, tolerance)
+        assert output.error == wanted.error
+
+
+def assert_logprobs_same(mine: Any, theirs: Any, tolerance: float) -> None:
+    assert (mine is None) == (theirs is None)
+    for left, right in zip(mine or (), theirs or (), strict=True):
+        assert (left or {}).keys() == (right or {}).keys()
+        for token, entry in (left or {}).items():
+            assert math.isclose(entry.logprob, right[token].logprob, rel_tol=0, abs_tol=tolerance)
+            assert entry.rank == right[token].rank
+
+
+def _fields(record: Any, without: Sequence[str]) -> dict[str, Any]:
+    return attrs.asdict(record, filter=lambda field, _: field.name not in without)
