@@ -90,9 +90,7 @@ def make_plan(request: PagedAttentionRequest, layout: StepLayout) -> AttentionPl
     few = counts <= FEW_ROWS
     table = layout.block_table.numpy()
     starts = np.cumsum(counts) - counts
-    chunks = [
-        _chunk(request, table[r], int(starts[r]), int(counts[r]), int(contexts[r])) for r in np.nonzero(~few)[0]
-    ]
+    chunks = [_chunk(request, table[r], int(starts[r]), int(counts[r]), int(contexts[r])) for r in np.nonzero(~few)[0]]
     gather = _gather(request, layout, table, few) if counts[few].any() else None
     return AttentionPlan(gather, tuple(chunks))
 

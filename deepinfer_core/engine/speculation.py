@@ -31,7 +31,7 @@ class Speculator:
 
     def propose(self, slots: Array, table: SlotTable) -> dict[int, Array]:
         """Drafts for slots that are one row short of their next token: slot -> tokens, non-empty ones only."""
-        slots = slots[table.in_flight[slots] == 0]  # after an interrupt a step may be left whose tokens are unknown
+        slots = slots[table.in_flight[slots] == 0]  # a step that was left behind: its tokens are unknown
         room = np.minimum(table.max_len[slots] - table.length[slots] - 1, self.max_draft_tokens)
         slots, room = slots[room > 0], room[room > 0]
         if len(slots) == 0:

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from deepinfer_core import LLM, RequestOutput, SamplingParams
+from deepinfer_core import LLM, RequestOutput
 from deepinfer_core.api import Draft, DraftRow, Verified
 
 from .oracle import HashOracle
@@ -269,12 +269,6 @@ class Twins:
         assert_same(outputs, expected)
         check_drafter(self.drafting)
         return outputs
-
-    def stream(self, prompt: Any, params: SamplingParams) -> tuple[list[Any], list[Any]]:
-        """Deltas without and with drafts."""
-        expected = list(self.plain.stream(prompt, params))
-        TOLD[str(expected[0].request_id), 0] = prompt + [token for delta in expected for token in delta.token_ids]
-        return expected, list(self.drafting.stream(prompt, params))
 
 
 def tell(outputs: Sequence[RequestOutput]) -> None:
