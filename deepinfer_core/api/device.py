@@ -130,7 +130,8 @@ class Device(Protocol):
     def memory(self) -> MemoryInfo: ...
 
     def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        """A device tensor with the array's values and dtype. The array may be reused at once."""
+        """A device tensor with the array's values and dtype. It may share the array's memory: the caller gives the
+        array away and writes to it no more."""
         ...
 
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:

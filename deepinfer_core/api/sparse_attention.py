@@ -6,7 +6,7 @@ pooled from ``rate`` tokens; an entry is visible once its last token is: entry e
 attends (DeepSeek-V4's CSA and HCA).
 
 Entries of one request lie in a group with ``tokens_per_row = rate`` under the same block numbering as tokens, and
-``rate`` divides ``block_size``. With ``n = block_size / rate``, entry e is row ``e % n`` of block number ``e // n``, and
+``rate`` divides ``block_size``. With ``n = block_size / rate``, entry e is row ``e % n`` of block number ``e // n``;
 the entry closed by the token at slot s is row ``s // rate``.
 """
 

@@ -46,12 +46,12 @@ class PagedAttention:
         self, query: torch.Tensor, cache: LayerCache, plan: AttentionPlan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``query [T, q_heads, head_dim]`` float32 -> the same shape, fresh memory."""
-        if plan.gather is not None and plan.gather.rows is None:
-            return self._gathered(query, cache, plan.gather)
+        gather = plan.gather
+        if gather is not None and gather.rows is None:
+            return self._gathered(query, cache, gather)
         output = torch.empty(query.shape)
-        if plan.gather is not None:
-            rows = plan.gather.rows
-            output.index_copy_(0, rows, self._gathered(query.index_select(0, rows), cache, plan.gather))
+        if gather is not None and gather.rows is not None:
+            output.index_copy_(0, gather.rows, self._gathered(query.index_select(0, gather.rows), cache, gather))
         for chunk in plan.chunks:
             self._dense(query, cache, chunk, output)
         return output

@@ -110,7 +110,7 @@ def _gather(request: PagedAttentionRequest, layout: StepLayout, table: Array, fe
         rows, first, lengths = rows[order], first[order], lengths[order]
     heads, group = request.q_heads, request.q_heads // request.kv_heads
     width = (int(table[few].max()) + 1) * layout.block_size * request.kv_heads
-    index = np.int32 if width < 2**31 else np.int64
+    index: Any = np.int32 if width < 2**31 else np.int64
     kv_head = (np.arange(heads, dtype=index) // group)[None, :, None]
     columns, values, starts, buckets, entries = [], [], [], [], 0
     for begin, end, longest in spans:

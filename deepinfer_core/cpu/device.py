@@ -91,7 +91,7 @@ class CpuDevice:
         return MemoryInfo(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
 
     def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array.copy())
+        return torch.from_numpy(array)
 
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         return tensor.numpy()

@@ -42,8 +42,7 @@ class _Stream:
 
     def words(self, quads: Words) -> tuple[Words, ...]:
         """The four words of each group of four tokens."""
-        child, low, high = (np.uint64(word) for word in self.counter)
-        return philox4x32_10((quads, child, low, high), self.key)
+        return philox4x32_10((quads, *self.counter), self.key)
 
 
 class Draw:

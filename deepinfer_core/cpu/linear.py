@@ -22,7 +22,7 @@ PACKED_FOR_ROWS = 32
 
 def has_onednn() -> bool:
     """True when torch can reorder float32 weights for oneDNN on this host."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 @attrs.frozen

@@ -19,10 +19,10 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def philox4x32_10(counter: tuple[Words, Words, Words, Words], key: tuple[Any, Any]) -> tuple[Words, ...]:
+def philox4x32_10(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Words, ...]:
     """Four output words of a counter of four and a key of two words, all of one shape or broadcast to it.
 
-    The counter's arrays are left alone; the key may be ints or arrays.
+    Each word is an int or an array; arrays are left alone.
     """
     shape = np.broadcast_shapes(*(np.shape(part) for part in (*counter, *key)))
     c0, c1, c2, c3 = (np.array(np.broadcast_to(part, shape), np.uint64) for part in counter)

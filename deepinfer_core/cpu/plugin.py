@@ -16,6 +16,7 @@ from deepinfer_core.api import (
     PluginInfo,
     ProbeEnv,
     Provider,
+    RouteRequest,
     SamplingRequest,
     Supports,
     WriteKVRequest,
@@ -100,6 +101,20 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
 @hookimpl
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return [_provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear)]
+
+
+def _route(request: RouteRequest) -> Supports:
+    if request.device_type != "cpu":
+        return no(f"runs on cpu, not {request.device_type}")
+    return yes(SCORE) if request.scoring == "sqrtsoftplus" else no(f"scores by sqrtsoftplus, not {request.scoring}")
+
+
+@hookimpl
+def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("route", "moe.route", "moe:Route", CAPS, _route),
+        _provider("local", "moe.exchange", "moe:LocalExchange", CAPS, _pointwise),
+    ]
 
 
 @hookimpl

@@ -65,14 +65,19 @@ class Rope:
         """``[T, heads, head_dim]`` float32 -> same shape; ``inverse`` turns the other way."""
         if self._parts[0] == self._parts[2] == 0:
             return self._turn(x, plan, inverse)
-        before, rotary, after = x.split(self._parts, dim=-1)
+        before, rotary, after = torch.split(x, list(self._parts), dim=-1)
         return torch.cat((before, self._turn(rotary, plan, inverse), after), dim=-1)
 
     def _turn(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor], inverse: bool) -> torch.Tensor:
         cos, sin = plan
-        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self._interleaved else x.roll(self._half, -1)
+        swapped = _swap_neighbours(x) if self._interleaved else x.roll(self._half, -1)
         return (x * cos).addcmul_(swapped, sin, value=-1 if inverse else 1)
 
     def _pairs(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """``[P, 1, rotary_dim / 2]`` twice -> ``[P, 1, rotary_dim]`` in the order of the channels."""
         return torch.stack((first, second), -1).flatten(-2) if self._interleaved else torch.cat((first, second), -1)
+
+
+def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
+    """Channels 2i and 2i+1 exchanged."""
+    return x.reshape(*x.shape[:-1], -1, 2).flip(-1).view(x.shape)

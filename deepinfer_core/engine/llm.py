@@ -161,9 +161,10 @@ class LLM:
                     check()
                 yield committed
         finally:
-            with self._lock:
+            with self._lock, between_steps() as check:
                 core.abort([request.request_id for request in requests])
                 core.drain()
+                check()
 
     # ---- results and facts
 

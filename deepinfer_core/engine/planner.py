@@ -192,6 +192,7 @@ class Planner:
         return ready
 
     def _split(self) -> TokenSplit:
+        """Asked only when decode rows and prompt rows compete for the step."""
         whole = TokenSplit(self.max_batch_tokens, self.max_batch_tokens)
         decoding = self._remaining(self.slots.running) == 1
         if not decoding.any() or (decoding.all() and not len(self.waiting)):
@@ -221,8 +222,8 @@ class Planner:
                 continue  # was preempted for a sequence before it
             if not self.preemption.make_room(slot, int(self.slots.length[slot])):
                 keep[i] = False
-        still_running = np.isin(ready, self.slots.running)
-        return ready[keep & still_running]
+        keep &= [self.slots.sequence[slot] is not None for slot in ready.tolist()]
+        return ready[keep]
 
     def _fitting_drafts(self, decodes: Array, drafts: Mapping[int, Array], budget: int) -> dict[int, Array]:
         """Drafts of the scheduled slots, within the token budget and the free blocks; they preempt nobody."""
@@ -244,7 +245,10 @@ class Planner:
         rows = _Rows([], [])
         running = self.slots.running
         remaining = self._remaining(running)
-        for slot, rest in zip(running[remaining > 1].tolist(), remaining[remaining > 1].tolist(), strict=True):
+        prefilling = remaining > 1
+        if not prefilling.any():
+            return rows
+        for slot, rest in zip(running[prefilling].tolist(), remaining[prefilling].tolist(), strict=True):
             computed = int(self.slots.computed[slot])
             chunk = self._chunk(rest, min(budget, self.cache.most_tokens(slot) - computed))
             if chunk <= 0:

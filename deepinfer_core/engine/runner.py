@@ -105,25 +105,23 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Snapshot the step's inputs and give its device work to the stream."""
         inputs = self._inputs(plan)
-        raw_rows, processed_rows = self.needs.logprob_rows(inputs.sample_slots)
-        active = self.needs.active(inputs.sample_slots)
-        k_raw, k_processed = (self.needs.most_logprobs(inputs.sample_slots[r]) for r in (raw_rows, processed_rows))
+        needs = self.needs.of(inputs.sample_slots)
 
         def work() -> StepResult:
             with torch.inference_mode():
                 rows = LogprobRows(
-                    raw=self.device.upload(raw_rows) if len(raw_rows) else None,
-                    raw_k=k_raw,
-                    processed=self.device.upload(processed_rows) if len(processed_rows) else None,
-                    processed_k=k_processed,
+                    raw=self.device.upload(needs.raw_rows) if len(needs.raw_rows) else None,
+                    raw_k=needs.raw_k,
+                    processed=self.device.upload(needs.processed_rows) if len(needs.processed_rows) else None,
+                    processed_k=needs.processed_k,
                 )
-                return self._run(inputs, active, rows)
+                return self._run(inputs, needs.active, rows)
 
         return LaunchedStep(
             plan=plan,
             inputs=inputs,
-            raw_rows=raw_rows,
-            processed_rows=processed_rows,
+            raw_rows=needs.raw_rows,
+            processed_rows=needs.processed_rows,
             event=self.stream.submit(work),
         )
 

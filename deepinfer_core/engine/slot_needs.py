@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 
 from deepinfer_core.api import StageInfo
@@ -38,6 +39,20 @@ def alternatives(wanted: int, vocab_size: int) -> int:
     return vocab_size if wanted == WHOLE_VOCABULARY else min(wanted, vocab_size)
 
 
+@attrs.frozen(kw_only=True)
+class SamplingNeeds:
+    """Of a step's sampled rows: stages that some row needs, and the rows that report log-probabilities.
+
+    ``raw_k`` and ``processed_k`` are the most alternatives that a row of the kind wants.
+    """
+
+    active: frozenset[str]
+    raw_rows: Array
+    raw_k: int
+    processed_rows: Array
+    processed_k: int
+
+
 class SlotNeeds:
     """Per-slot flags. ``pads``: the logits are wider than the tokenizer, so that every row masks."""
 
@@ -50,8 +65,11 @@ class SlotNeeds:
         self._logprobs = np.zeros(slots, np.int8)
         self._k = np.zeros(slots, np.int64)
         self.any_prompt_logprobs = False
+        self._asked = b""
+        self._answer: SamplingNeeds | None = None
 
     def set(self, slot: int, sequence: RequestSequence) -> None:
+        self._answer = None
         request = sequence.request
         params = request.params
         needed = stages_needed(
@@ -67,19 +85,25 @@ class SlotNeeds:
         self._k[slot] = alternatives(params.logprobs or 0, self._vocab_size)
         self.any_prompt_logprobs |= params.prompt_logprobs is not None
 
-    def active(self, slots: Array) -> frozenset[str]:
-        """Stages that some of these slots need."""
+    def of(self, slots: Array) -> SamplingNeeds:
+        """What these slots need together. Decoding asks the same question step after step, so the last answer
+        is kept until a slot changes hands."""
+        key = slots.tobytes()
+        if key != self._asked or self._answer is None:
+            self._asked, self._answer = key, self._work_out(slots)
+        return self._answer
+
+    def _work_out(self, slots: Array) -> SamplingNeeds:
         flags = np.asarray(self._stages[:, slots].any(axis=1))
-        return frozenset(stage for stage, flag in zip(self._order, flags.tolist(), strict=True) if flag)
-
-    def logprob_rows(self, slots: Array) -> tuple[Array, Array]:
-        """Row numbers among ``slots`` that report raw, and processed, log-probabilities."""
         modes = self._logprobs[slots]
-        return np.nonzero(modes == RAW)[0], np.nonzero(modes == PROCESSED)[0]
-
-    def most_logprobs(self, slots: Array) -> int:
-        """Alternatives to compute for these slots: the largest count any of them wants."""
-        return int(self._k[slots].max(initial=0))
+        raw, processed = np.nonzero(modes == RAW)[0], np.nonzero(modes == PROCESSED)[0]
+        return SamplingNeeds(
+            active=frozenset(stage for stage, flag in zip(self._order, flags.tolist(), strict=True) if flag),
+            raw_rows=raw,
+            raw_k=int(self._k[slots[raw]].max(initial=0)),
+            processed_rows=processed,
+            processed_k=int(self._k[slots[processed]].max(initial=0)),
+        )
 
     def logprobs_of(self, slot: int) -> int:
         """Alternatives this slot reports."""

@@ -82,6 +82,8 @@ def step_inputs(plan: StepPlan, cache: KVCache, prompts: list[PromptRows]) -> St
 
 def _last(ends: Array, samples: Array) -> Array:
     """``samples[i]`` consecutive numbers up to ``ends[i]``, for each i in turn."""
+    if samples.all() and int(samples.sum()) == len(samples):
+        return ends  # decoding without drafts
     total = np.cumsum(samples)
     before_end = np.repeat(total, samples) - 1 - np.arange(int(total[-1]))
     last: Array = np.repeat(ends, samples) - before_end

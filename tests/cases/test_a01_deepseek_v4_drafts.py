@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def generate(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def open_llm(path: Path, **more: object) -> LLM:
+def open_llm(path: Path, **more: Any) -> LLM:
     cache = {"block_size": BLOCK, "prefix_cache": False}
     return LLM(path, kv_cache=cache, logging={"progress": False}, **more)
 
@@ -45,7 +46,7 @@ def plain(checkpoint: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def speculating(checkpoint: Path, plain: list[list[int]]) -> Iterator[LLM]:
     right_for_drafter.TEXTS[:] = [prompt + out for prompt, out in zip(PROMPTS, plain, strict=True)]
-    settings = {"speculation": {"method": "right_for:right_for", "max_draft_tokens": 8}}
+    settings: dict[str, Any] = {"speculation": {"method": "right_for:right_for", "max_draft_tokens": 8}}
     with open_llm(checkpoint, plugins={"paths": ["v4.right_for_drafter"]}, **settings) as llm:
         yield llm
 

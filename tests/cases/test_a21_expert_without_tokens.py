@@ -63,11 +63,13 @@ def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: to
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is not written shows."""
-    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(*_shape(shape), float("nan"), **more))
+    full: Any = torch.full
 
+    def empty(shape: Any, **more: Any) -> torch.Tensor:
+        filled: torch.Tensor = full(tuple(shape), float("nan"), **more)
+        return filled
 
-def _shape(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    return shape if len(shape) == 1 and isinstance(shape[0], tuple | torch.Size) else (shape,)
+    monkeypatch.setattr(torch, "empty", empty)
 
 
 def experts() -> torch.Tensor:

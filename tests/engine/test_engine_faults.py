@@ -89,18 +89,30 @@ def test_interrupt_of_a_batch_leaves_a_stream_running(toy_llm: Any) -> None:
 def test_interrupt_between_steps(toy_llm: Any, ahead: bool) -> None:
     llm = toy_llm("PrefixHash", scheduling__async_scheduling=ahead)
 
-    once = [True]
+    def before(batch: Any) -> None:
+        if llm.engine.model.steps == 4:  # type: ignore[attr-defined]
+            signal.raise_signal(signal.SIGINT)
 
-    def clock() -> float:
-        if llm.engine.model.steps == 4 and once:
-            once.clear()
-            raise KeyboardInterrupt
-        return 0.0
-
-    llm.engine.core.clock = llm.engine.core.planner.clock = llm.engine.core.committer.clock = clock
+    llm.engine.model.before = before  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2], [3]], [SamplingParams(temperature=0, max_tokens=n) for n in (3, 9)])
-    llm.engine.core.clock = llm.engine.core.planner.clock = llm.engine.core.committer.clock = lambda: 0.0
+        llm.generate([[1, 2], [3]], [SamplingParams(temperature=0, max_tokens=n) for n in (3, 90)])
+    still_works(llm)
+
+
+def test_interrupt_while_cleaning_up_waits_for_it(toy_llm: Any, ahead: bool) -> None:
+    llm = toy_llm("PrefixHash", scheduling__async_scheduling=ahead)
+    abort = llm.engine.core.abort
+
+    def interrupted_abort(ids: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return abort(ids)
+
+    stream = llm.stream([1, 2], SamplingParams(temperature=0, max_tokens=50))
+    next(stream)
+    llm.engine.core.abort = interrupted_abort  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    llm.engine.core.abort = abort  # type: ignore[method-assign]
     still_works(llm)
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import structlog
 from toys.checkpoints import ToyLLM, open_toy, write_toy
@@ -220,7 +219,7 @@ def test_a_raising_forget_is_called_no_less(toy_llm: ToyLLM) -> None:
 
 
 def test_ids_outside_the_vocabulary_end_a_draft(toy_llm: ToyLLM) -> None:
-    llm = toy_llm("PrefixHash", **drafting("outside", knows="hash", right=2, depth=6))
+    llm = toy_llm("PrefixHash", logging__level="warning", **drafting("outside", knows="hash", right=2, depth=6))
     with structlog.testing.capture_logs() as logs:
         outputs = llm.generate(PROMPTS, greedy(21))
     assert ids_of(outputs) == [ORACLE.tokens(prompt, 21) for prompt in PROMPTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ DSPARK = {
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
+    scale = math.sqrt(shape[-1])
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / scale
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4
 from v4.released import DIMENSIONS, pack_all, released_config, released_tensors, unpack_all, write
 from v4.support import Stepper, assert_same, chunk_ends, oracle, plan_of, random_model, random_tokens
 
-from deepinfer_core.api import CheckpointError, ConfigError, QuantiseDequantiseRequest, QuantisedWeight
+from deepinfer_core.api import CheckpointError, ConfigError, QdqFormat, QuantiseDequantiseRequest, QuantisedWeight
 from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.engine.planning import describe_model, open_registry
 from deepinfer_core.models.deepseek_v4.config import V4Config
@@ -22,7 +22,10 @@ from deepinfer_core.reference.grouped import GroupedLinear
 
 SEED, LENGTH = 5, 45
 TOKENS = random_tokens(9, LENGTH)
-OFF = {"model.qdq": "off"}
+OFF: dict[str, Any] = {"model.qdq": "off"}
+ON: dict[str, Any] = {"model.qdq": "on"}
+BFLOAT16: dict[str, Any] = {"model.dtype": "bfloat16"}
+REFERENCE: dict[str, Any] = {"ops": {"gemm.linear": ["reference"]}}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +56,7 @@ def logprobs(path: Path, **settings: Any) -> torch.Tensor:
 
 def test_packed_weights_load_bit_for_bit(released: Path, decoded: Path) -> None:
     """Every weight an operator holds, decoded, is the number that was stored."""
-    plain = {"ops": {"gemm.linear": ["reference"]}}
-    left, right = Stepper(released, **OFF, **plain), Stepper(decoded, **plain)
+    left, right = Stepper(released, **OFF, **REFERENCE), Stepper(decoded, **REFERENCE)
     pairs = list(zip(weights(left.model), weights(right.model), strict=True))
     assert len(pairs) > 4 * (8 * 2 + 12)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -132,7 +134,7 @@ def test_experts_stay_packed_and_mapped(released: Path) -> None:
 
 def test_float32_tensors_stay_float32(released: Path) -> None:
     """Mixing, sinks, router biases and position biases keep what bfloat16 would lose."""
-    stepper = Stepper(released, **{"model.dtype": "bfloat16"})
+    stepper = Stepper(released, **BFLOAT16)
     block = stepper.model.blocks[3]
     kept = [block.attention.sinks, block.experts.bias, block.attention.compressor.position_bias]
     kept += [block.attention_mixing.fn, block.attention_mixing.base, stepper.model.ends.hyper_head.scale]
@@ -141,13 +143,13 @@ def test_float32_tensors_stay_float32(released: Path) -> None:
 
 
 def test_the_caches_of_pooling_stay_float32_in_16_bit_models(released: Path) -> None:
-    stepper = Stepper(released, **{"model.dtype": "bfloat16"})
+    stepper = Stepper(released, **BFLOAT16)
     dtypes = {g: {t.dtype for layer in c for t in layer.values()} for g, c in stepper.caches.items()}
     assert dtypes["csa_tail"] == dtypes["hca_tail"] == dtypes["index_tail"] == {torch.float32}
     assert dtypes["window"] == dtypes["csa"] == {torch.bfloat16}
 
 
-def rounding(format: str, width: int, channels: int, group: int, hadamard: bool) -> Any:
+def rounding(format: QdqFormat, width: int, channels: int, group: int, hadamard: bool) -> Any:
     from deepinfer_core.reference.quantise import QuantiseDequantise
 
     request = QuantiseDequantiseRequest(
@@ -156,7 +158,7 @@ def rounding(format: str, width: int, channels: int, group: int, hadamard: bool)
         channels=channels,
         group=group,
         dtype="float32",
-        hadamard=hadamard,  # type: ignore[arg-type]
+        hadamard=hadamard,
     )
     context: Any = type("Context", (), {"device": torch.device("cpu")})
     return QuantiseDequantise(request, context)
@@ -174,14 +176,16 @@ def test_roundings_sit_where_the_trained_arithmetic_has_them(
     cached, index = rounding("fp8:e4m3", 80, 64, 64, False), rounding("fp4:e2m1", 32, 32, 32, True)
 
     def rotate_and_round(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **more: Any) -> torch.Tensor:
-        rotated = rotate(x, cos, sin, **more)
+        rotated: torch.Tensor = rotate(x, cos, sin, **more)
         if rotated.shape[-1] == 32:
-            return index.run(rotated)
-        return cached.run(rotated) if rotated.shape[1] == 1 else rotated
+            rotated = index.run(rotated)
+        elif rotated.shape[1] == 1:
+            rotated = cached.run(rotated)
+        return rotated
 
     monkeypatch.setattr(modeling_deepseek_v4, "apply_rotary_pos_emb", rotate_and_round)
     on = oracle(model, TOKENS)
-    found = Stepper(path, **{"model.qdq": "on"}).run(TOKENS, chunk_ends(LENGTH, 7))
+    found = Stepper(path, **ON).run(TOKENS, chunk_ends(LENGTH, 7))
     # A value on a rounding boundary may fall to either side; a rounding left out moves nearly every row.
     near = ((found - on.logprobs).abs().amax(-1) < 1e-4).float().mean()
     assert near > 0.8
@@ -195,13 +199,13 @@ def test_roundings_follow_the_checkpoint_unless_told(released: Path, decoded: Pa
     assert slots(released) == {"qdq_kv", "qdq_index"}
     assert slots(decoded) == set()
     assert slots(released, **OFF) == set()
-    assert slots(decoded, **{"model.qdq": "on"}) == {"qdq_kv", "qdq_index"}
+    assert slots(decoded, **ON) == {"qdq_kv", "qdq_index"}
 
 
 def test_geometry_that_cannot_be_rounded_is_one_error(tmp_path: Path) -> None:
     random_model(1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"set model\.qdq='off'"):
-        plan_of(tmp_path, **{"model.qdq": "on"})
+        plan_of(tmp_path, **ON)
 
 
 def test_a_missing_scale_is_named(packed: dict[str, torch.Tensor], tmp_path: Path) -> None:

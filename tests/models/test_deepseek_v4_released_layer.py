@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ CONFIG = {
 }
 FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
 MOST_MEMORY = 8 << 30
+BLOCKS: dict[str, Any] = {"kv_cache.block_size": 128}
 
 
 def random_bytes(*shape: int) -> torch.Tensor:
@@ -91,7 +93,7 @@ def test_one_released_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = write(tmp_path, tensors, CONFIG, shards=4)
     del tensors
     started = time.perf_counter()
-    stepper = Stepper(path, length=256, requests=1, **{"kv_cache.block_size": 128})
+    stepper = Stepper(path, length=256, requests=1, **BLOCKS)
     loaded = time.perf_counter()
     tokens = random_tokens(1, 9)
     prefill = stepper.step([(0, tokens[:8], 0)])

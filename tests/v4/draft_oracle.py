@@ -17,7 +17,7 @@ from v4.support import SLIDING, random_model
 EPS = 1e-6
 
 
-def stages(seed: int, count: int, main: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
+def stages(seed: int, count: int, main: DeepseekV4ForCausalLM) -> Any:
     """``count`` window-only layers with scored experts, under the main model's embedding and output head."""
     changes = {"num_hidden_layers": count, "layer_types": [SLIDING] * count, "mlp_layer_types": ["moe"] * count}
     model = random_model(seed, **changes)

@@ -166,7 +166,7 @@ def write(directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     names = list(tensors)
-    files = {}
+    files: dict[str, str] = {}
     for shard in range(shards):
         file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         mine = names[shard::shards]

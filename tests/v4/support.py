@@ -63,14 +63,15 @@ def tiny_config(**changes: Any) -> DeepseekV4Config:
     return config
 
 
-def random_model(seed: int, **changes: Any) -> DeepseekV4ForCausalLM:
+def random_model(seed: int, **changes: Any) -> Any:
     """A model with every constant-initialised tensor randomised, or mistakes would hide."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(shape: Sequence[int], scale: float) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    model = DeepseekV4ForCausalLM(tiny_config(**changes)).eval()
+    model: Any = DeepseekV4ForCausalLM(tiny_config(**changes))
+    model.eval()
     top_k, experts = model.config.num_experts_per_tok, model.config.n_routed_experts
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -173,7 +174,8 @@ def mutated(ops: OpTable, planned: PlannedEngine, mutant: Mutant) -> SimpleNames
         if replacement is not None:
             changes[slot] = replacement
     assert changes, "the mutant changed nothing"
-    return SimpleNamespace(**{slot: getattr(ops, slot) for slot in type(ops).__slots__} | changes)
+    slots: tuple[str, ...] = type(ops).__slots__
+    return SimpleNamespace(**{slot: getattr(ops, slot) for slot in slots} | changes)
 
 
 class Stepper:
@@ -229,7 +231,8 @@ class Stepper:
         """A step of ``(request, its new tokens, position of the first)``; ``redirect``: writes go to the null block."""
         lens = [len(tokens) for _, tokens, _ in parts]
         starts = [start for _, _, start in parts]
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lens, strict=True)] or [[]]).astype(int)
+        spans = [np.arange(s, s + n) for s, n in zip(starts, lens, strict=True)]
+        positions = np.concatenate([np.zeros(0, np.int64), *spans])
         owners = np.repeat(np.arange(len(parts)), lens)
         contexts = np.array(starts) + np.array(lens) if parts else np.zeros(0)
         layouts = {}

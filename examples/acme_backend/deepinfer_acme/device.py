@@ -71,7 +71,7 @@ class AcmeDevice:
         return MemoryInfo(self.info.memory, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
     def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array.copy())  # the array may be reused at once
+        return torch.from_numpy(array.copy())  # a real one copies to the device
 
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         return tensor.numpy()

@@ -1,0 +1,229 @@
+"""The host's paged attention against a float64 formula. The cache rows of other requests hold NaN throughout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cpu_support import normal, operator
+from reference_support import layout
+from test_reference_attention import BLOCK, DIM, KV_HEADS, MIXED, Q_HEADS, SCALE, Scene
+
+from deepinfer_core.api import PagedAttentionRequest, WriteKVRequest
+from deepinfer_core.cpu import attention_plan
+from deepinfer_core.cpu.attention_plan import FEW_ROWS, AttentionPlan, make_plan
+
+TOLERANCE = 2e-6  # of values near 1, averaged under weights that sum to 1, in float32
+
+
+def request(**changes: Any) -> PagedAttentionRequest:
+    fields: dict[str, Any] = {
+        "cache_group": "full",
+        "q_heads": Q_HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "dtype": "float32",
+        "cache_dtype": "float32",
+        "scale": SCALE,
+        "block_size": BLOCK,
+    }
+    return PagedAttentionRequest(**(fields | changes))
+
+
+def paged(**changes: Any) -> Any:
+    return operator(request(**changes))
+
+
+def check(scene: Scene, window: int | None = None) -> None:
+    result = scene.attend(paged(window=window))
+    torch.testing.assert_close(result.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+STEPS = {
+    "one row": ([1], [1]),
+    "decode rows": ([1, 1, 1], [3, 17, 18]),
+    "decode rows of very different lengths": ([1] * 10, [1, 2, 30, 31, 60, 100, 150, 200, 201, 90]),
+    "drafts": ([3, 1, 4, 2], [9, 5, 40, 2]),
+    "one prompt": ([20], [20]),
+    "a chunk after others": ([20], [53]),
+    "decode rows before chunks": ([1, 2, 20, 30], [7, 60, 20, 41]),
+    "chunks before decode rows": ([30, 20, 1], [41, 20, 7]),
+    "requests without rows": ([0, 2, 0, 20], [5, 6, 1, 33]),
+    "at the limit of few rows": ([FEW_ROWS, FEW_ROWS + 1], [FEW_ROWS, FEW_ROWS + 5]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+def test_equals_the_formula(name: str, window: int | None) -> None:
+    check(Scene(*STEPS[name]), window)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_chunk_in_several_parts(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(attention_plan, "CHUNK_ROWS", 12)
+    check(Scene([40, 30], [40, 47]), window)
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(1, 1, 8), (4, 4, 16), (8, 1, 20), (9, 3, 64)])
+def test_head_counts_and_sizes(q_heads: int, kv_heads: int, dim: int) -> None:
+    where, blocks = layout([1, 12], [10, 14], BLOCK)
+    cache = {name: normal(blocks, BLOCK, kv_heads, dim, seed=i) for i, name in enumerate(("key", "value"))}
+    query = normal(13, q_heads, dim, seed=5)
+    op = paged(q_heads=q_heads, kv_heads=kv_heads, head_dim=dim)
+    found = op.run(query, cache, op.plan(where))
+    slots = where.block_table.long()[:, torch.arange(14) // BLOCK] * BLOCK + torch.arange(14) % BLOCK
+    for row in range(13):
+        owner, seen = (0, 10) if row == 0 else (1, row + 2)
+        keys, values = (cache[n].flatten(0, 1)[slots[owner, :seen]].double() for n in ("key", "value"))
+        group = torch.arange(q_heads) // (q_heads // kv_heads)
+        scores = torch.einsum("hd,shd->hs", query[row].double(), keys[:, group]) * SCALE
+        expected = torch.einsum("hs,shd->hd", scores.softmax(-1), values[:, group])
+        torch.testing.assert_close(found[row].double(), expected, rtol=4e-6, atol=4e-6)
+
+
+def test_window_never_reads_blocks_that_slid_out() -> None:
+    for queries in (2, 12):
+        scene = Scene([queries], [26])
+        op = paged(window=3)
+        expected = scene.attend(op)
+        scene.layout.block_table[0, : (26 - queries - 2) // BLOCK] = 0
+        assert torch.equal(scene.attend(op), expected)
+
+
+def test_a_broken_key_stays_with_its_request() -> None:
+    for queries in ([1, 1, 1], [1, 20, 20]):
+        scene = Scene(queries, [9, 30, 31])
+        clean = scene.attend(paged())
+        rows = scene.layout.block_table[1, :2].long()
+        scene.cache["key"][rows] = float("nan")
+        scene.cache["value"][rows] = float("nan")
+        found = scene.attend(paged())
+        end = queries[0] + queries[1]
+        assert found[queries[0] : end].isnan().all()
+        assert torch.equal(found[: queries[0]], clean[: queries[0]])
+        assert torch.equal(found[end:], clean[end:])
+
+
+def test_a_decode_row_is_the_same_alone_and_beside_others() -> None:
+    """Bit for bit: speculation compares drafts with tokens drawn in steps of other shapes."""
+    scene = Scene([1, 3, 1, 1], [50, 44, 9, 200])
+    together = scene.attend(paged())
+    op = paged()
+    alone, blocks = layout([1], [50], BLOCK)
+    assert blocks
+    alone.block_table = scene.layout.block_table[:1]
+    assert torch.equal(op.run(scene.query[:1], scene.cache, op.plan(alone)), together[:1])
+
+
+def test_rows_of_one_request_equal_single_rows() -> None:
+    scene = Scene([4], [44])
+    together = scene.attend(paged())
+    op = paged()
+    for row in range(4):
+        single, _ = layout([1], [41 + row], BLOCK)
+        single.block_table = scene.layout.block_table
+        assert torch.equal(op.run(scene.query[row : row + 1], scene.cache, op.plan(single)), together[row : row + 1])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    for queries in (3, 12):
+        scene = Scene([queries], [12])
+        scene.query = scene.query * 1e4
+        assert scene.attend(paged()).isfinite().all()
+
+
+def test_query_may_be_a_slice_of_a_wider_tensor() -> None:
+    scene = Scene(*MIXED)
+    expected = scene.attend(paged())
+    scene.query = torch.cat((scene.query, torch.zeros_like(scene.query)), dim=1)[:, :Q_HEADS]
+    assert not scene.query.is_contiguous()
+    assert torch.equal(scene.attend(paged()), expected)
+
+
+def test_no_rows() -> None:
+    for step in (([], []), ([0, 0], [3, 5])):
+        assert Scene(*step).attend(paged()).shape == (0, Q_HEADS, DIM)
+
+
+# ---- the plan
+
+
+def planned(queries: list[int], contexts: list[int], **changes: Any) -> AttentionPlan:
+    return make_plan(request(**changes), layout(queries, contexts, BLOCK)[0])
+
+
+def test_rows_of_similar_length_share_one_bucket_in_their_own_order() -> None:
+    gather = planned([1] * 4, [100, 90, 101, 95]).gather
+    assert gather is not None
+    assert gather.rows is None
+    assert [b.width for b in gather.buckets] == [101]
+
+
+def test_rows_of_different_lengths_are_not_padded_to_the_longest() -> None:
+    contexts = list(range(10, 2000, 60))
+    gather = planned([1] * len(contexts), contexts).gather
+    assert gather is not None
+    assert gather.rows is not None
+    assert sorted(gather.rows.tolist()) == list(range(len(contexts)))
+    held = len(gather.columns)
+    assert held < Q_HEADS * (sum(contexts) * 1.25 + 32 * len(contexts))
+    assert held == sum(b.end - b.start for b in gather.buckets)
+
+
+def test_few_rows_are_gathered_and_many_are_not() -> None:
+    plan = planned([1, FEW_ROWS, FEW_ROWS + 1], [5, 20, 20])
+    assert plan.gather is not None
+    assert plan.gather.rows is not None
+    assert plan.gather.rows.tolist() == list(range(1 + FEW_ROWS))
+    assert [(p.start, p.end) for c in plan.chunks for p in c.parts] == [(1 + FEW_ROWS, 2 + 2 * FEW_ROWS)]
+
+
+def test_a_whole_prompt_needs_no_mask() -> None:
+    (chunk,) = planned([20], [20]).chunks
+    assert [part.mask for part in chunk.parts] == [None]
+
+
+def test_a_chunk_reads_only_the_blocks_in_its_window() -> None:
+    (chunk,) = planned([10], [50], window=6).chunks
+    assert len(chunk.blocks) == 50 // BLOCK + 1 - 35 // BLOCK
+
+
+# ---- writing
+
+
+def write_kv() -> Any:
+    return operator(
+        WriteKVRequest(
+            cache_group="full",
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype="float32",
+            cache_dtype="float32",
+            block_size=BLOCK,
+        )
+    )
+
+
+@pytest.mark.parametrize("step", [([3, 6], [5, 6]), ([1], [1]), ([], [])])
+def test_write_puts_each_row_where_the_mapping_says_and_nothing_else(step: tuple[list[int], list[int]]) -> None:
+    where, blocks = layout(*step, BLOCK)
+    rows = len(where.slot_mapping)
+    key, value = normal(rows, KV_HEADS, DIM, seed=1), normal(rows, KV_HEADS + 1, DIM, seed=2)[:, 1:]
+    cache = {name: torch.full((blocks, BLOCK, KV_HEADS, DIM), 7.0) for name in ("key", "value")}
+    expected = {name: entry.clone() for name, entry in cache.items()}
+    for row, slot in enumerate(where.slot_mapping.tolist()):
+        expected["key"][slot // BLOCK, slot % BLOCK] = key[row]
+        expected["value"][slot // BLOCK, slot % BLOCK] = value[row]
+    write_kv().run(key, value, cache, where)
+    assert all(torch.equal(cache[name], expected[name]) for name in cache)
+
+
+def test_rewriting_a_row_replaces_it() -> None:
+    where, blocks = layout([2], [2], BLOCK)
+    cache = {name: torch.zeros(blocks, BLOCK, KV_HEADS, DIM) for name in ("key", "value")}
+    first, second = normal(2, KV_HEADS, DIM, seed=1), normal(2, KV_HEADS, DIM, seed=2)
+    write_kv().run(first, first, cache, where)
+    write_kv().run(second, first, cache, where)
+    assert torch.equal(cache["key"].flatten(0, 1)[where.slot_mapping], second)

@@ -1,0 +1,102 @@
+"""What the host's plugin declares, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from cpu_support import providers, verdicts
+
+from deepinfer_core.api import (
+    LazyRef,
+    LinearRequest,
+    OpRequest,
+    PagedAttentionRequest,
+    RmsNormRequest,
+    SamplingRequest,
+    WriteKVRequest,
+)
+
+HEADS: dict[str, Any] = {"cache_group": "full", "kv_heads": 2, "head_dim": 8, "block_size": 4}
+FLOAT32: dict[str, Any] = {"dtype": "float32", "cache_dtype": "float32"}
+
+
+def linear(**changes: Any) -> LinearRequest:
+    fields: dict[str, Any] = {
+        "in_features": 8,
+        "out_features": 4,
+        "dtype": "float32",
+        "out_dtype": "float32",
+        "weight_dtype": "bfloat16",
+    }
+    return LinearRequest(**(fields | changes))
+
+
+def paged(**changes: Any) -> PagedAttentionRequest:
+    return PagedAttentionRequest(**({"q_heads": 4, "scale": 1.0, **HEADS, **FLOAT32} | changes))
+
+
+def reasons(request: OpRequest) -> str:
+    """Why nobody takes the request."""
+    found = verdicts(request)
+    assert found
+    assert not any(found.values())
+    return "; ".join(verdict.reason for verdict in found.values())
+
+
+def test_declaring_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from deepinfer_core.cpu import plugin\n"
+        "assert plugin.deepinfer_attention(None) and plugin.deepinfer_gemm(None)\n"
+        "assert plugin.deepinfer_pointwise(None) and plugin.deepinfer_sampling(None)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_are_unique_for_each_operator() -> None:
+    names = [(provider.op, provider.name) for provider in providers()]
+    assert len(names) == len(set(names))
+
+
+def test_every_provider_has_a_target_and_is_no_fallback() -> None:
+    for provider in providers():
+        assert isinstance(provider.build, LazyRef)
+        assert callable(provider.build.load())
+        assert not provider.fallback
+
+
+def test_any_stored_weight_is_served() -> None:
+    assert any(verdicts(linear(weight_dtype="gguf:q4_1")).values())
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (linear(dtype="bfloat16"), "float32; dtype is bfloat16"),
+        (linear(out_dtype="float64"), "float32; out_dtype is float64"),
+        (linear(device_type="meta"), "runs on cpu, not meta"),
+        (paged(softcap=30.0), "no soft cap"),
+        (paged(sinks=True), "no sinks"),
+        (paged(dtype="float64"), "dtype is float64"),
+        (paged(cache_dtype="bfloat16"), "cache_dtype is bfloat16"),
+        (WriteKVRequest(**(HEADS | FLOAT32 | {"cache_dtype": "bfloat16"})), "cache_dtype is bfloat16"),
+        (RmsNormRequest(hidden=8, eps=1e-6, dtype="bfloat16"), "dtype is bfloat16"),
+        (SamplingRequest(stage="bias", vocab_size=8), "serves stage"),
+    ],
+)
+def test_a_refusal_says_why(request_: OpRequest, reason: str) -> None:
+    assert reason in reasons(request_)
+
+
+def test_another_layout_is_refused_by_its_demand() -> None:
+    assert verdicts(paged(demands=frozenset({"kv_layout:paged"})))
+    assert not verdicts(paged(demands=frozenset({"kv_layout:other"})))
+
+
+def test_no_operator_promises_what_it_does_not_keep() -> None:
+    """Prompt chunks and single rows take different kernels, so results depend on how a step was cut."""
+    assert not any("batch_invariant" in provider.caps for provider in providers())
