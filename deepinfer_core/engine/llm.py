@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -85,8 +86,9 @@ class LLM:
         batch = split_prompts(prompts)
         requests = self._requests(batch, split_params(sampling_params, len(batch)), stream=False)
         mine = {request.request_id for request in requests}
-        with prompts_bar(len(requests), enabled=progress and self.config.logging.progress) as bar:
-            for committed in self._run(requests):
+        shown = prompts_bar(len(requests), enabled=progress and self.config.logging.progress)
+        with shown as bar, closing(self._run(requests)) as steps:
+            for committed in steps:
                 bar(sum(request.request_id in mine for request in committed.finished), committed.output_tokens)
         return [self.output(request) for request in requests]
 
@@ -143,7 +145,7 @@ class LLM:
             requests.append(self.engine.intake.request(str(next(self._ids)), prompt, one, now=now, stream=stream))
         return requests
 
-    def _run(self, requests: list[Request]) -> Iterator[Committed]:
+    def _run(self, requests: list[Request]) -> Generator[Committed, None, None]:
         """Step until these requests ended; whatever interrupts it leaves none of them behind.
 
         The lock is held within a step and not between steps, so that threads share the engine and a stream that

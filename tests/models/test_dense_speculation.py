@@ -11,8 +11,8 @@ import attrs
 import pytest
 import torch
 from toys.checkpoints import open_toy
-from toys.checks import assert_clean
-from toys.drafters import TOLD, Twins, check_drafter, drafter_of, drafting
+from toys.checks import assert_clean, ids_of
+from toys.drafters import TOLD, Twins, check_drafter, drafter_of, drafting, tell
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from deepinfer_core import LLM, SamplingParams
@@ -62,8 +62,8 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
 
-PROMPTS = random_prompts(1, 5, 6, 7, 8)
-"""Every remainder by the block size, and a prompt of one token."""
+PROMPTS = random_prompts(5, 6, 7, 8)
+"""Every remainder by the block size."""
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -86,41 +86,34 @@ def twins(directory: Path) -> Iterator[Twins]:
 def settle(llm: LLM, **changes: Any) -> None:
     drafter = drafter_of(llm)
     drafter.settings = attrs.evolve(drafter.settings, **changes)
-    drafter.heard.clear()
 
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_the_same_tokens_as_without_drafts(twins: Twins, kind: str) -> None:
     params = SamplingParams(max_tokens=11, **PARAMS[kind])
-    expected = [o.outputs[0].token_ids for o in twins.plain.generate(PROMPTS, params)]
-    for depth, right in DEPTHS:
+    expected = told(twins, params)
+    drafter = drafter_of(twins.drafting)
+    for depth, right in DEPTHS if kind == "greedy" else DEPTHS[1::3]:
         settle(twins.drafting, depth=depth, right=right)
-        first = 1 + int(twins.drafting.generate([[1]], SamplingParams(max_tokens=1))[0].request_id)
-        TOLD.update({(str(first + i), 0): PROMPTS[i] + expected[i] for i in range(len(PROMPTS))})
-        outputs = twins.drafting.generate(PROMPTS, params)
-        assert [output.outputs[0].token_ids for output in outputs] == expected, (depth, right)
-        whole = {verdict.accepted for verdict in drafter_of(twins.drafting).heard if verdict.proposed == depth}
-        assert whole == {right}
+        before = len(drafter.heard)
+        assert ids_of(twins.drafting.generate(PROMPTS, params)) == expected, (depth, right)
+        assert {v.accepted for v in drafter.heard[before:] if v.proposed == depth} == {right}
+    check_drafter(twins.drafting)
     assert_clean(twins.drafting)
 
 
-def test_log_probabilities(twins: Twins) -> None:
-    settle(twins.drafting, depth=6, right=3)
-    again(twins)
+def told(twins: Twins, params: SamplingParams) -> list[list[int]]:
+    """The right tokens, which the drafters then know."""
+    outputs = twins.plain.generate(PROMPTS, params)
+    TOLD.clear()
+    tell(outputs)
+    return ids_of(outputs)
+
+
+@pytest.mark.parametrize("right", [0, 3, 99])
+def test_log_probabilities(twins: Twins, right: int) -> None:
+    settle(twins.drafting, depth=6, right=right)
     twins.generate(PROMPTS, SamplingParams(max_tokens=12, logprobs=4, prompt_logprobs=2, temperature=0))
-
-
-def again(twins: Twins) -> None:
-    """Let both count requests from the same number."""
-    ids = [
-        int(llm.generate([[1]], SamplingParams(max_tokens=1))[0].request_id) for llm in (twins.plain, twins.drafting)
-    ]
-    behind = twins.plain if ids[0] < ids[1] else twins.drafting
-    for _ in range(abs(ids[0] - ids[1])):
-        behind.generate([[1]], SamplingParams(max_tokens=1))
-    drafter_of(twins.drafting).heard.clear()
-    speculator: Any = twins.drafting.engine.core.speculator
-    speculator.proposed = speculator.accepted = 0
 
 
 @pytest.mark.parametrize("right", [0, 2, 99])
@@ -149,11 +142,10 @@ def test_hits_on_what_was_speculated_equal_cold(directory: Path, right: int) -> 
 @pytest.mark.parametrize("right", [1, 99])
 def test_preempted_in_a_tiny_pool(directory: Path, twins: Twins, kind: str, right: int) -> None:
     params = SamplingParams(max_tokens=16, **PARAMS[kind])
-    expected = [output.outputs[0].token_ids for output in twins.plain.generate(PROMPTS, params)]
-    TOLD.update({(str(i), 0): PROMPTS[i] + expected[i] for i in range(len(PROMPTS))})
+    expected = told(twins, params)
     with open_toy(directory, kv_cache__num_blocks=9, **drafting("toy", vocab=VOCAB, right=right)) as llm:
         outputs = llm.generate(PROMPTS, params)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert ids_of(outputs) == expected
         assert sum(output.metrics.preemptions for output in outputs) > 0
         check_drafter(llm)
         assert_clean(llm)
