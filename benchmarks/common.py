@@ -48,7 +48,10 @@ def random_qwen3(directory: Path, changes: Mapping[str, Any] | None = None, seed
 
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden), "model.norm.weight": torch.ones(hidden)}
+    tensors = {
+        "model.embed_tokens.weight": normal(config["vocab_size"], hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for name, size in (
@@ -83,7 +86,9 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     path = Path("/proc/cpuinfo")
     if path.exists():
-        names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")
+        ]
         cpu = names[0] if names else cpu
     return {
         "cpu": cpu,

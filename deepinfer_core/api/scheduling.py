@@ -7,7 +7,7 @@ budget is exceeded and every request makes progress. The planner asks only when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
@@ -167,4 +167,3 @@ class PolicyInfo:
     name: str
     help: str
     factory: LazyRef
-    settings: Mapping[str, Any] = attrs.field(factory=dict)

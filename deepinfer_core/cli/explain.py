@@ -83,7 +83,13 @@ def _print(decided: dict[str, Any], *, why: bool) -> None:
     if rows:
         columns = ("slot", "op", "provider", "source", "score", "reason")
         print_table("operators", columns, [[row[column] for column in columns] for row in rows])
-    losers = [(row["slot"], loser["provider"], loser["reason"]) for row in rows for loser in row["losers"]]
+    # All sampling stages are one operator; that a provider serves another stage is no reason worth reading.
+    losers = [
+        (row["slot"], loser["provider"], loser["reason"])
+        for row in rows
+        for loser in row["losers"]
+        if not loser["reason"].startswith("serves stage")
+    ]
     if why and losers:
         print_table("not chosen", ("slot", "provider", "reason"), losers)
     for objection in decided.get("objections", ()):

@@ -60,7 +60,7 @@ def sets_layer(sets: Sequence[str], source: str = "--set") -> Layer:
     layer: dict[str, Given] = {}
     for item in sets:
         path, equals, value = item.partition("=")
-        path = path.strip()
+        path = path.strip().replace('"', "")  # ops."gemm.linear", as errors and TOML write it
         if not equals or not path:
             raise ConfigError(f"{source} {item!r}: expected key=value, as in kv_cache.block_size=16")
         layer.update(mapping_layer({path: Text(value.strip())}, source))

@@ -55,7 +55,7 @@ class Draw:
         """``[N, V]`` float32 (not changed) -> ``[N]`` int64; -1 where the row holds a NaN, a +inf or only -inf."""
         rows = logits.numpy()
         tokens = rows.argmax(axis=1)  # the first NaN of a row that has one
-        best = np.take_along_axis(rows, tokens[:, None], axis=1)[:, 0]
+        best = rows[np.arange(len(rows)), tokens]
         usable = np.isfinite(best)
         tokens[~usable] = -1
         temperature = batch.state.temperature.numpy()[batch.slots.numpy()]

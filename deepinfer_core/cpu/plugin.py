@@ -25,6 +25,8 @@ from deepinfer_core.api import (
     yes,
 )
 
+BACKEND = "cpu"
+"""Its operators are offered to this backend only: another one's device may be of type cpu too."""
 SCORE = 100
 CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = CAPS | {"device_state"}
@@ -40,7 +42,7 @@ def deepinfer_plugin() -> PluginInfo:
 def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
     return [
         DeviceInfo(
-            backend="cpu",
+            backend=BACKEND,
             type="cpu",
             arch=platform.machine(),
             count=1,
@@ -92,6 +94,8 @@ def _pointwise(request: Any) -> Supports:
 
 @hookimpl
 def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
     return [
         _provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv),
         _provider("paged_in_place", "attention.paged", "attention:PagedAttention", KV_CAPS, _paged),
@@ -100,6 +104,8 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
 
 @hookimpl
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
     return [_provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear)]
 
 
@@ -111,6 +117,8 @@ def _route(request: RouteRequest) -> Supports:
 
 @hookimpl
 def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
     return [
         _provider("route", "moe.route", "moe:Route", CAPS, _route),
         _provider("local", "moe.exchange", "moe:LocalExchange", CAPS, _pointwise),
@@ -119,6 +127,8 @@ def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:
 
 @hookimpl
 def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
     return [
         _provider("rms_norm", "pointwise.rms_norm", "pointwise:RmsNorm", CAPS, _pointwise),
         _provider("swiglu", "pointwise.swiglu", "pointwise:Swiglu", CAPS, _pointwise),
@@ -139,11 +149,22 @@ def _stage(stage: str, target: str) -> Provider:
 
 @hookimpl
 def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
     return [
         _stage("top_k", "top:TopK"),
         _stage("top_p", "top:TopP"),
         _stage("draw", "draw:Draw"),
         _stage("logprobs", "top:Logprobs"),
+    ]
+
+
+@hookimpl
+def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:
+    return [
+        _provider("input_ids", "runner.input_ids", "runner_ops:InputIds", STATE_CAPS, _float32),
+        _provider("slot_mapping", "runner.slot_mapping", "runner_ops:SlotMapping", STATE_CAPS, _float32),
+        _provider("append_tokens", "runner.append_tokens", "runner_ops:AppendTokens", STATE_CAPS, _float32),
     ]
 
 

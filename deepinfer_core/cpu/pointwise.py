@@ -80,4 +80,4 @@ class Rope:
 
 def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
     """Channels 2i and 2i+1 exchanged."""
-    return x.reshape(*x.shape[:-1], -1, 2).flip(-1).view(x.shape)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).view(x.shape)

@@ -199,7 +199,7 @@ def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: 
         g.name: _most_blocks(g, spec.max_model_len, running, config.scheduling.max_batch_tokens, block_size)
         for g in spec.cache_groups
     }
-    default = HOST_FRACTION if planned.device.info.priority == 0 else DEVICE_FRACTION
+    default = HOST_FRACTION if planned.device.info.type == "cpu" else DEVICE_FRACTION
     budget = memory.free * (config.kv_cache.memory_fraction or default)
     wanted = sum(most[name] * size for name, size in block_bytes.items())
     share = min(1.0, budget / wanted) if wanted else 1.0

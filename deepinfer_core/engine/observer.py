@@ -142,7 +142,8 @@ class Observer:
             self.trace.finished(sequence, tokens, reason, now)
         if sequence.error is not None:
             error = sequence.error
-            log.error("request failed", request_id=request.request_id, code=error.code, message=error.message)
+            say = log.error if error.code in ("internal", "nan_logits") else log.info
+            say("request failed", request_id=request.request_id, code=error.code, message=error.message)
 
     # ---- steps
 

@@ -120,6 +120,8 @@ def open_registry(config: EngineConfig, environ: Mapping[str, str] = os.environ)
     settings = {name: p.info.settings for name, p in registry.plugins.items() if p.info.settings is not None}
     check_environment(environ, settings)
     check_plugin_tables(config, settings)
+    for name, group in settings.items():
+        plugin_settings(config, name, group)  # a bad value is an error even if nothing asks the plugin
     return registry
 
 

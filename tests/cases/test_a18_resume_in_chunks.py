@@ -75,6 +75,14 @@ def test_replay_of_eleven_tokens_in_chunks_of_four(toy_llm: ToyLLM) -> None:
     assert known == [0, 1, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8]
 
 
+@pytest.mark.parametrize("preempt_at", [[3], [5, -1], [1, 2, 4, 8]], ids=str)
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_outputs_still_count_as_outputs(toy_llm: ToyLLM, ahead: bool, preempt_at: list[int]) -> None:
+    llm = toy_llm("Const", scheduling__max_batch_tokens=4, scheduling__async_scheduling=ahead)
+    output, _ = run(llm, SamplingParams(temperature=0, max_tokens=9, frequency_penalty=0.5), preempt_at)
+    assert output.outputs[0].token_ids == [3, 5, 3, 5, 3, 5, 3, 5, 7]
+
+
 def test_neighbours_of_a_preempted_request(toy_llm: ToyLLM) -> None:
     llm: Any = toy_llm("PrefixHash", kv_cache__num_blocks=8, scheduling__max_batch_tokens=4)
     prompts = [[i] * 6 for i in range(3)]

@@ -16,6 +16,7 @@ HOOKS = (
     plugin.deepinfer_gemm,
     plugin.deepinfer_pointwise,
     plugin.deepinfer_sampling,
+    plugin.deepinfer_runner_ops,
 )
 
 

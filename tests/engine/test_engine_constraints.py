@@ -86,6 +86,41 @@ def test_all_in_one_batch(toy_llm: Any, ahead: bool) -> None:
     assert_clean(llm)
 
 
+DIRTY: list[dict[str, Any]] = [
+    {"bad_words": ["a", "ba", "bbb"]},
+    {"allowed_token_ids": [98, 99]},
+    {"logit_bias": {97: -50.0, 98: -50.0}},
+    {"min_tokens": 4},
+    {"stop_token_ids": [97]},
+    {"temperature": 2.0, "seed": 1, "top_k": 1, "top_p": 0.1, "min_p": 1.0},
+    {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 5.0},
+    {"logprobs": 5, "logprobs_mode": "processed"},
+    {"stop": ["a"]},
+]
+CLEAN: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "frequency_penalty": 0.5},
+    {"temperature": 0, "bad_words": ["aa"]},
+    {"temperature": 0, "min_tokens": 3, "logprobs": 1},
+    {"seed": 3, "logit_bias": {99: 5.0}},
+    {"seed": 4, "allowed_token_ids": [97, 98]},
+    {"seed": 5, "top_k": 2},
+]
+
+
+def test_a_slot_keeps_nothing_of_its_last_owner(toy_llm: Any, ahead: bool) -> None:
+    """One slot, taken by every kind of request after every other kind."""
+    options: dict[str, Any] = {"tokenizer": True, "logits": {"97": 3.0, "98": 2.9, "256": 1.5}}
+    params = [SamplingParams(**{"max_tokens": 6} | clean) for clean in CLEAN]
+    fresh = [toy_llm("Const", **options).generate([[1]], one)[0].outputs for one in params]
+    llm = toy_llm("Const", scheduling__max_running=1, scheduling__async_scheduling=ahead, **options)
+    for dirty in DIRTY:
+        for one, wanted in zip(params, fresh, strict=True):
+            _, output = llm.generate([[1]] * 2, [SamplingParams(**{"temperature": 0, "max_tokens": 6} | dirty), one])
+            assert output.outputs == wanted
+    assert_clean(llm)
+
+
 # ---- order of the stages
 
 
