@@ -1,4 +1,4 @@
-"""The gathers around a forward pass, in numpy over the tensors' own memory: small arrays, where torch's calls cost more."""
+"""The gathers around a forward pass, in numpy over the tensors' memory: for small arrays torch's calls cost more."""
 
 from __future__ import annotations
 
