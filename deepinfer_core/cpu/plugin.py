@@ -109,6 +109,13 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return [_provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear)]
 
 
+@hookimpl
+def deepinfer_kv_layout(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [_provider("paged", "kv_layout.paged", "kv_layout:PagedLayout", CAPS, _float32)]
+
+
 def _route(request: RouteRequest) -> Supports:
     if request.device_type != "cpu":
         return no(f"runs on cpu, not {request.device_type}")
@@ -161,6 +168,8 @@ def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
 
 @hookimpl
 def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
     return [
         _provider("input_ids", "runner.input_ids", "runner_ops:InputIds", STATE_CAPS, _float32),
         _provider("slot_mapping", "runner.slot_mapping", "runner_ops:SlotMapping", STATE_CAPS, _float32),

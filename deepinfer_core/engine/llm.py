@@ -132,8 +132,9 @@ class LLM:
         return self._deltas(requests)
 
     def _deltas(self, requests: list[Request]) -> Generator[StreamDelta, None, None]:
-        for _ in self._run(requests):
-            yield from _fetch(requests)
+        with closing(self._run(requests)) as steps:
+            for _ in steps:
+                yield from _fetch(requests)
         yield from _fetch(requests)  # a step of another thread may have ended them
 
     def _requests(self, prompts: list[Prompt], params: list[SamplingParams], *, stream: bool) -> list[Request]:

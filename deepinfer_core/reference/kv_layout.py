@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from deepinfer_core.api import BuildContext, ConfigError, KVLayoutRequest, LayerCache
 
 from .dtypes import dtype_named
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the host from zero pages of the system, which cost memory only once they are written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 class PagedLayout:
@@ -43,7 +34,9 @@ class PagedLayout:
         """One zero-filled cache per layer, entry name -> ``[num_blocks, rows_per_block, *entry.shape]``."""
         return [
             {
-                entry.name: _zeros((num_blocks, self._rows, *entry.shape), dtype_named(entry.dtype), self._device)
+                entry.name: torch.zeros(
+                    (num_blocks, self._rows, *entry.shape), dtype=dtype_named(entry.dtype), device=self._device
+                )
                 for entry in self._group.entries
             }
             for _ in range(self._group.layers)

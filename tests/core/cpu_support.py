@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import reference_support
 import torch
-from reference_support import DEVICE
 
 from deepinfer_core.api import BuildContext, LazyRef, OpRequest, Provider, SamplingRequest
 from deepinfer_core.cpu import plugin
 
+HOST = attrs.evolve(reference_support.DEVICE, backend="cpu")
 HOOKS = (
     plugin.deepinfer_attention,
     plugin.deepinfer_gemm,
@@ -21,7 +22,7 @@ HOOKS = (
 
 
 def providers() -> list[Provider]:
-    return [provider for hook in HOOKS for provider in hook(DEVICE)]
+    return [provider for hook in HOOKS for provider in hook(HOST)]
 
 
 def verdicts(request: OpRequest) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_support import HOST
 from reference_support import operator
 
 from deepinfer_core.api import BuildContext, MoeExchangeRequest, OpRequest, RouteRequest
@@ -95,8 +96,8 @@ def test_exchange(rows: int) -> None:
     "request_", [route(scoring="softmax"), route(scoring="sigmoid"), route(device_type="meta")], ids=str
 )
 def test_what_it_does_not_serve(request_: OpRequest) -> None:
-    device: Any = None
-    (provider,) = [p for p in plugin.deepinfer_moe_communication(device) if p.op == "moe.route"]
+
+    (provider,) = [p for p in plugin.deepinfer_moe_communication(HOST) if p.op == "moe.route"]
     verdict = provider.supports(request_)
     assert not verdict
     assert verdict.reason

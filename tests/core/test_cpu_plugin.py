@@ -6,8 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
+import attrs
 import pytest
-from cpu_support import providers, verdicts
+from cpu_support import HOOKS, HOST, providers, verdicts
 
 from deepinfer_core.api import (
     LazyRef,
@@ -49,12 +50,18 @@ def reasons(request: OpRequest) -> str:
 def test_declaring_imports_no_torch() -> None:
     code = (
         "import sys\n"
-        "from deepinfer_core.cpu import plugin\n"
-        "assert plugin.deepinfer_attention(None) and plugin.deepinfer_gemm(None)\n"
-        "assert plugin.deepinfer_pointwise(None) and plugin.deepinfer_sampling(None)\n"
+        "from deepinfer_core.api import ProbeEnv\n"
+        "from deepinfer_core.cpu import plugin as p\n"
+        "(device,) = p.deepinfer_probe(ProbeEnv(environ={}))\n"
+        "hooks = (p.deepinfer_attention, p.deepinfer_gemm, p.deepinfer_pointwise, p.deepinfer_sampling)\n"
+        "assert all(hook(device) for hook in hooks)\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_backends_device_is_left_alone() -> None:
+    assert not [provider for hook in HOOKS for provider in hook(attrs.evolve(HOST, backend="other"))]
 
 
 def test_names_are_unique_for_each_operator() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +53,14 @@ def still_works(llm: LLM) -> None:
 
 
 # ---- Ctrl-C
+
+
+@pytest.fixture(autouse=True)
+def _default_interrupts() -> Iterator[None]:
+    """A test runner may have a handler of its own; the engine then leaves interrupts to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
