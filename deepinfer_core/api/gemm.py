@@ -20,6 +20,9 @@ WeightFormat = Literal["fp8:e4m3", "fp4:e2m1"]
 class QuantisedWeight:
     """A weight in packed floating point with power-of-two scales, as stored: ``W = value * 2^(scale - 127)``.
 
+    A provider that keeps such weights as they are stored says so with the cap ``packed_weights``, by which memory is
+    estimated.
+
     Attributes:
         format: of the values. ``fp8:e4m3``: data is float8_e4m3fn ``[out, in]``. ``fp4:e2m1``: data is int8
             ``[out, in/2]``, element 2k of a row in the low half of byte k, 2k+1 in the high half; a half is sign, two

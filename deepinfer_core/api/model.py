@@ -35,10 +35,19 @@ class ModelInfo:
 
 @attrs.frozen(kw_only=True)
 class TensorSpec:
-    """A tensor the model reads from the checkpoint. ``optional`` ones may be missing."""
+    """A tensor the model reads from the checkpoint.
+
+    Attributes:
+        shape: as stored.
+        optional: it may be missing.
+        slot: of ``ModelSpec.ops``: the operator that packs it; ``""`` for a tensor kept as it is.
+        loaded: False for one that is known, and checked if it is there, but that only a draft module reads.
+    """
 
     shape: tuple[int, ...]
     optional: bool = False
+    slot: str = ""
+    loaded: bool = True
 
 
 @attrs.frozen(kw_only=True)

@@ -14,7 +14,6 @@ from .options import EngineOptions, engine_options
 from .output import print_json, print_table, size
 
 if TYPE_CHECKING:
-    from deepinfer_core.api import ModelSpec
     from deepinfer_core.checkpoint import Checkpoint
     from deepinfer_core.config import EngineConfig
 
@@ -51,19 +50,17 @@ def inspect(options: EngineOptions, checkpoint: str, context: int | None, batch:
 
 def _needs(config: EngineConfig, checkpoint: Checkpoint, context: int | None, batch: int) -> dict[str, Any]:
     """Memory, if a loaded plugin knows the architecture; DeepInferError says why not."""
-    from deepinfer_core.engine.planning import describe_model, open_registry, pick_device
+    from deepinfer_core.engine.planning import make_plan
 
-    from .memory import cache_needs, weight_bytes
+    from .memory import cache_needs, packed_slots, weight_bytes
 
-    registry = open_registry(config)
-    chosen = pick_device(config, registry)
-    device = chosen.device.provider.load()(chosen.device)
-    spec: ModelSpec = describe_model(config, checkpoint, registry, device)[1]
+    planned = make_plan(config, checkpoint)
+    spec = planned.spec
     if context is not None and context > spec.max_model_len:
         raise InvalidRequestError(f"--context {context}: the limit here is {spec.max_model_len} tokens")
     tokens = context or spec.max_model_len
     groups = cache_needs(spec, block_size=config.kv_cache.block_size, context=tokens, batch=batch)
-    weights = weight_bytes(spec, checkpoint.weights)
+    weights = weight_bytes(spec, checkpoint.weights, packed_slots(planned))
     return {
         "runs": True,
         "compute_dtype": spec.dtype,

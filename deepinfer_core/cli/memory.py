@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from deepinfer_core.api import CacheGroupSpec, ModelSpec, WeightSource
+from deepinfer_core.api import CacheGroupSpec, ModelSpec, TensorInfo, TensorSpec, WeightSource
+
+if TYPE_CHECKING:
+    from deepinfer_core.engine.planning import PlannedEngine
+
+KEEPS_PACKED = "packed_weights"
+"""Cap of a provider that keeps packed weights as they are stored."""
+QUANTISED = ("fp8:", "fp4:")
+SCALES = "float8_e8m0fnu"
 
 
 @attrs.frozen(kw_only=True)
@@ -34,11 +44,42 @@ def cache_needs(spec: ModelSpec, *, block_size: int, context: int, batch: int) -
     return [_need(group, block_size, context, batch) for group in spec.cache_groups]
 
 
-def weight_bytes(spec: ModelSpec, weights: WeightSource) -> int:
-    """Bytes of the tensors the model reads, in its compute type."""
+def weight_bytes(spec: ModelSpec, weights: WeightSource, packed: Container[str] = ()) -> int:
+    """Bytes of the tensors the model loads.
+
+    A tensor takes its elements in the type its operator computes in; integers, which are tables, keep their own.
+    Weights stored in a packed format (``weight_dtype`` of a request) stay as they are if their slot is in ``packed``.
+    """
     present = set(weights.names())
-    elements = sum(math.prod(tensor.shape) for name, tensor in spec.tensors.items() if name in present)
-    return elements * _item_size(spec.dtype)
+    return sum(
+        _kept_bytes(spec, tensor, weights.describe(name), packed)
+        for name, tensor in spec.tensors.items()
+        if tensor.loaded and name in present
+    )
+
+
+def packed_slots(planned: PlannedEngine) -> frozenset[str]:
+    """Slots whose provider keeps packed weights as they are stored."""
+    caps = {(provider.op, f"{plugin}:{provider.name}"): provider.caps for plugin, provider in planned.providers}
+    choices = planned.plan.choices
+    return frozenset(c.slot for c in choices if KEEPS_PACKED in caps.get((c.op, c.provider), ()))
+
+
+def _kept_bytes(spec: ModelSpec, tensor: TensorSpec, stored: TensorInfo, packed: Container[str]) -> int:
+    request: Any = spec.ops.get(tensor.slot)
+    elements = math.prod(tensor.shape)
+    stored_format = getattr(request, "weight_dtype", "")
+    if stored_format.startswith(QUANTISED):
+        if tensor.slot in packed:
+            return stored.num_bytes
+        if stored.dtype == SCALES:
+            return 0
+        # Two elements lie in a byte of fp4.
+        return elements * (2 if stored_format.startswith("fp4:") else 1) * _item_size(request.dtype)
+    found = getattr(torch, stored.dtype, None)
+    if isinstance(found, torch.dtype) and not (found.is_floating_point or found.is_complex):
+        return elements * found.itemsize
+    return elements * _item_size(getattr(request, "dtype", spec.dtype))
 
 
 def _need(group: CacheGroupSpec, block_size: int, context: int, batch: int) -> CacheNeed:

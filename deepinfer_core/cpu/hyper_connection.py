@@ -85,14 +85,20 @@ class HyperConnection:
         powers += self._eps
         comb[:, :-1] = powers.reshape(rows, m * m)
         sums = np.empty_like(comb)
-        dot, divide, by_rows, by_columns = np.dot, np.divide, self._by_rows, self._by_columns
-        dot(comb, by_columns, out=sums)
-        divide(comb, sums, out=comb)
+        times, divide, by_rows, by_columns = comb.dot, np.divide, self._by_rows, self._by_columns
+        times(by_columns, sums)
+        divide(comb, sums, comb)
+        before = b""
         for _ in range(self._rounds):
-            dot(comb, by_rows, out=sums)
-            divide(comb, sums, out=comb)
-            dot(comb, by_columns, out=sums)
-            divide(comb, sums, out=comb)
+            times(by_rows, sums)
+            divide(comb, sums, comb)
+            times(by_columns, sums)
+            divide(comb, sums, comb)
+            # A round that changes no bit is the last that could have: all that follow repeat it.
+            after = comb.tobytes()
+            if after == before:
+                break
+            before = after
         return comb
 
 

@@ -4,12 +4,15 @@ oneDNN multiplies by a weight that was reordered into its blocked layout; one pa
 On a processor with 512-bit vectors this reads one row's weights at memory speed and multiplies many rows two to
 three times faster than ``F.linear``. Where torch was built without oneDNN, the weight is kept transposed,
 ``[in, out]``, which reads faster than ``[out, in]`` for few rows.
+
+A oneDNN call costs some 11 microseconds before it multiplies, which is more than a small product takes in all. Small
+weights are therefore kept in both layouts, and steps of few rows multiply by the transposed one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -19,6 +22,9 @@ from deepinfer_core.api import BuildContext, LinearRequest
 PACKED_FOR_ROWS = 32
 """Rows that oneDNN chooses its layout for. From 8 on it is the same; for 1 it picks one that is slower for more."""
 
+SMALL = 1 << 18
+"""Multiplications up to which a plain product is done before oneDNN has begun, and elements of a small weight."""
+
 
 def has_onednn() -> bool:
     """True when torch can reorder float32 weights for oneDNN on this host."""
@@ -27,10 +33,19 @@ def has_onednn() -> bool:
 
 @attrs.frozen
 class PackedWeight:
-    """``weight`` in oneDNN's blocked layout, or ``[in, out]``; ``bias [out]`` or None; float32."""
+    """``weight`` in oneDNN's blocked layout, or ``[in, out]``; ``bias [out]`` or None; float32.
+
+    ``small [in, out]``: the same weight again, for up to ``few`` rows, or None.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    small: torch.Tensor | None = None
+    few: int = 0
+
+
+Pack: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None"], PackedWeight]
+Run: TypeAlias = Callable[[torch.Tensor, PackedWeight], torch.Tensor]
 
 
 class PackedLinear:
@@ -38,16 +53,20 @@ class PackedLinear:
 
     def __init__(self, request: LinearRequest, context: BuildContext) -> None:
         self._shape = (request.out_features, request.in_features)
-        self._pack, self.run = (_blocked, _run_blocked) if has_onednn() else (_transposed, _run_transposed)
+        self._pack, self.run = packing()
 
     # Chosen once, in __init__: ``[M, in_features]`` float32 -> ``[M, out_features]`` float32.
-    run: Callable[[torch.Tensor, PackedWeight], torch.Tensor]
+    run: Run
 
     def prepare(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> PackedWeight:
         """Stack ``[out_i, in_features]`` parts along the output and pack the result; no part is kept."""
         weight = stacked(weights, self._shape)
-        with torch.inference_mode():
-            return PackedWeight(self._pack(weight), None if bias is None else bias.to("cpu", torch.float32))
+        return self._pack(weight, None if bias is None else bias.to("cpu", torch.float32))
+
+
+def packing() -> tuple[Pack, Run]:
+    """How this host packs ``weight [out, in]`` and bias, and multiplies ``[M, in]`` by what that returned."""
+    return (_blocked, _run_blocked) if has_onednn() else (_transposed, _run_transposed)
 
 
 def stacked(weights: Sequence[torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
@@ -59,21 +78,32 @@ def stacked(weights: Sequence[torch.Tensor], shape: tuple[int, int]) -> torch.Te
     return weight
 
 
-def _blocked(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-    return packed
+def _blocked(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+    small = 0 < weight.numel() <= SMALL and bias is None
+    with torch.inference_mode():
+        return PackedWeight(
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS),
+            bias,
+            weight.t().contiguous() if small else None,
+            SMALL // weight.numel() if small else 0,
+        )
 
 
 _multiply: Any = torch.ops.mkldnn._linear_pointwise if has_onednn() else None
 
 
 def _run_blocked(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    result: torch.Tensor = _multiply(x, weight.weight, weight.bias, "none", [], "")
+    result: torch.Tensor
+    if weight.small is not None and x.shape[0] <= weight.few:
+        result = torch.mm(x, weight.small)
+    else:
+        result = _multiply(x, weight.weight, weight.bias, "none", [], "")
     return result
 
 
-def _transposed(weight: torch.Tensor) -> torch.Tensor:
-    return weight.t().contiguous()
+def _transposed(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+    with torch.inference_mode():
+        return PackedWeight(weight.t().contiguous(), bias)
 
 
 def _run_transposed(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

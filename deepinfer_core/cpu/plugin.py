@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_core.api import (
+    BatchedLinearRequest,
     DeviceInfo,
+    GroupedLinearRequest,
     LazyRef,
     LinearRequest,
     PagedAttentionRequest,
     PluginInfo,
     ProbeEnv,
     Provider,
+    RopeRequest,
     RouteRequest,
     SamplingRequest,
     Supports,
@@ -28,6 +31,8 @@ from deepinfer_core.api import (
 BACKEND = "cpu"
 """Its operators are offered to this backend only: another one's device may be of type cpu too."""
 SCORE = 100
+LAST_SCORE = 1
+"""Of a provider that is there to be asked for: another one of this plugin always takes the same requests."""
 CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = CAPS | {"device_state"}
 KV_CAPS = CAPS | {"kv_layout:paged"}
@@ -70,10 +75,15 @@ def _float32(request: Any, *fields: str) -> Supports:
     return yes(SCORE)
 
 
-def _linear(request: LinearRequest) -> Supports:
+def _linear(request: LinearRequest | BatchedLinearRequest | GroupedLinearRequest) -> Supports:
     if request.weight_dtype.startswith(("fp8:", "fp4:")):
         return no(f"does not decode weights stored as {request.weight_dtype}")
     return _float32(request, "dtype", "out_dtype")
+
+
+def _int8_linear(request: LinearRequest) -> Supports:
+    verdict = _linear(request)
+    return yes(LAST_SCORE, "rounds weights and activations to 8 bits") if verdict else verdict
 
 
 def _write_kv(request: WriteKVRequest) -> Supports:
@@ -88,6 +98,18 @@ def _paged(request: PagedAttentionRequest) -> Supports:
     return _float32(request, "dtype", "cache_dtype")
 
 
+def _sparse(request: Any) -> Supports:
+    return _float32(request, "dtype", "cache_dtype")
+
+
+def _rope_pairs(request: RopeRequest) -> Supports:
+    return _float32(request, "dtype") if request.interleaved else no("rotates neighbouring channels only")
+
+
+def _rope_halves(request: RopeRequest) -> Supports:
+    return no("rotates halves only") if request.interleaved else _float32(request, "dtype")
+
+
 def _pointwise(request: Any) -> Supports:
     return _float32(request, "dtype")
 
@@ -99,6 +121,9 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv),
         _provider("paged_in_place", "attention.paged", "attention:PagedAttention", KV_CAPS, _paged),
+        _provider("sparse", "attention.sparse", "sparse_attention:SparseAttention", KV_CAPS, _sparse),
+        _provider("index_topk", "attention.index_topk", "index_topk:IndexTopK", KV_CAPS, _sparse),
+        _provider("compress", "attention.compress", "compress:Compress", KV_CAPS, _sparse),
     ]
 
 
@@ -106,7 +131,12 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
-    return [_provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear)]
+    return [
+        _provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear),
+        _provider("int8_linear", "gemm.linear", "int8_linear:Int8Linear", CAPS, _int8_linear),
+        _provider("batched", "gemm.batched", "grouped:BatchedLinear", CAPS, _linear),
+        _provider("grouped", "gemm.grouped", "grouped:GroupedLinear", CAPS, _linear),
+    ]
 
 
 @hookimpl
@@ -139,7 +169,8 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("rms_norm", "pointwise.rms_norm", "pointwise:RmsNorm", CAPS, _pointwise),
         _provider("swiglu", "pointwise.swiglu", "pointwise:Swiglu", CAPS, _pointwise),
-        _provider("rope", "pointwise.rope", "pointwise:Rope", CAPS, _pointwise),
+        _provider("rope", "pointwise.rope", "pointwise:Rope", CAPS, _rope_halves),
+        _provider("rope_pairs", "pointwise.rope", "rope_pairs:RopePairs", CAPS, _rope_pairs),
         _provider(
             "hyper_connection", "pointwise.hyper_connection", "hyper_connection:HyperConnection", CAPS, _pointwise
         ),

@@ -42,7 +42,7 @@ class Swiglu:
 
 
 class Rope:
-    """Rotates pairs of the first, or last, ``rotary_dim`` channels; the others pass through.
+    """Rotates channels i and i + rotary_dim / 2 of the first, or last, ``rotary_dim``; the others pass through.
 
     cos and sin of every position come from the reference operator, which defines them, and are laid out once so
     that a step needs two row lookups and a layer three operations: ``x * cos + swapped(x) * sin``, where
@@ -51,11 +51,10 @@ class Rope:
 
     def __init__(self, request: RopeRequest, context: BuildContext) -> None:
         cos, sin = context.reference(request).plan(torch.arange(request.max_positions))
-        self._interleaved = request.interleaved
         self._half = request.rotary_dim // 2
         start = request.head_dim - request.rotary_dim if request.trailing else 0
         self._parts = (start, request.rotary_dim, request.head_dim - request.rotary_dim - start)
-        self._cos, self._sin = self._pairs(cos, cos), self._pairs(-sin, sin)
+        self._cos, self._sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def plan(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T]`` int64 -> cos and signed sin, each ``[T, 1, rotary_dim]`` float32."""
@@ -70,14 +69,4 @@ class Rope:
 
     def _turn(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor], inverse: bool) -> torch.Tensor:
         cos, sin = plan
-        swapped = _swap_neighbours(x) if self._interleaved else x.roll(self._half, -1)
-        return (x * cos).addcmul_(swapped, sin, value=-1 if inverse else 1)
-
-    def _pairs(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """``[P, 1, rotary_dim / 2]`` twice -> ``[P, 1, rotary_dim]`` in the order of the channels."""
-        return torch.stack((first, second), -1).flatten(-2) if self._interleaved else torch.cat((first, second), -1)
-
-
-def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
-    """Channels 2i and 2i+1 exchanged."""
-    return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).view(x.shape)
+        return (x * cos).addcmul_(x.roll(self._half, -1), sin, value=-1 if inverse else 1)

@@ -172,6 +172,7 @@ class Committer:
             computed[request] = plan.starts[request] + accepted + 1
             table.length[slot] = computed[request] + 1
             table.computed[slot] = computed[request]
+            self.planner.cache.shrink(slot, int(computed[request]))
             sequence = table.sequence[slot]
             if sequence is None or sequence.status != "running":
                 continue  # was aborted meanwhile, and the drafter told so

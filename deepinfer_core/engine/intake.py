@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` with request fields beside it."""
 
 REQUEST_FIELDS = ("priority", "tenant", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "timeout_ms", "cache_salt")
-WHOLE_VOCABULARY_LIMIT = 50_000_000
+WHOLE_VOCABULARY_LIMIT = 4_000_000
 """Log-probabilities a request may report in all (positions times alternatives) before it is refused."""
 
 

@@ -56,6 +56,13 @@ class GroupTable:
         self.table[slot, :count] = 0
         self.count[slot] = self.first[slot] = 0
 
+    def cut(self, slot: int, count: int) -> None:
+        have = int(self.count[slot])
+        if count < have:
+            self.pool.release(self.table[slot, count:have].tolist())
+            self.table[slot, count:have] = 0
+            self.count[slot] = count
+
     def slide_to(self, slot: int, first_needed: int, *, forget: bool) -> None:
         first = int(self.first[slot])
         if first_needed > first:
@@ -237,6 +244,11 @@ class KVCache:
             needed = np.maximum(computed - group.spec.window + 1, 0) // self.block_size
             for i in np.nonzero(needed > group.first[slots])[0]:
                 group.slide_to(int(slots[i]), int(needed[i]), forget=not self.retain_windows)
+
+    def shrink(self, slot: int, tokens: int) -> None:
+        """Give back the blocks past the first ``tokens`` tokens: rejected drafts filled them."""
+        for group in self.groups.values():
+            group.cut(slot, self.blocks_for(tokens))
 
     def publish(self, slot: int, keys: Sequence[bytes], start: int, stop: int) -> None:
         """Make blocks ``start..stop-1`` of a slot findable. Their rows must have been computed and committed."""

@@ -10,11 +10,16 @@ from deepinfer_core.config import EngineConfig
 AHEAD = "one step ahead"
 
 
+def drafts(config: EngineConfig) -> bool:
+    """True when a drafter is in use."""
+    return config.speculation.method is not None and config.speculation.max_draft_tokens > 0
+
+
 def sampling_demands(config: EngineConfig) -> frozenset[str]:
     """Caps that sampling stages must have: a drafter samples several rows of one request, and a loop that was
     told to run ahead samples before the host knows the last tokens."""
     demands = set()
-    if config.speculation.method is not None:
+    if drafts(config):
         demands.add("spec_verify")
     elif config.scheduling.async_scheduling is True:
         demands.add("device_state")
@@ -28,7 +33,7 @@ def loop_mode(config: EngineConfig, spec: ModelSpec, device: Device, sampling: I
         return "synchronous: scheduling.async_scheduling is false"
     if spec.host_token_ids:
         return "synchronous: the model needs token ids on the host"
-    if config.speculation.method is not None:
+    if drafts(config):
         return "synchronous: the drafter needs the last tokens on the host"
     if wanted == "auto":
         if not device.overlaps:

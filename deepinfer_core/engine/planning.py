@@ -284,7 +284,7 @@ def _fallback(config: EngineConfig, device: Any) -> FallbackPolicy:
 
 
 def _drafter(config: EngineConfig, registry: Registry) -> tuple[str, DrafterInfo] | None:
-    method = config.speculation.method
+    method = config.speculation.method if config.speculation.max_draft_tokens else None
     return None if method is None else resolve(registry, "drafter", method)
 
 

@@ -83,7 +83,6 @@ class Sequence:
     needs_host: bool = False
     streamed: int = 0
     detokenizer: Any = None
-    text: str = ""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

@@ -78,6 +78,8 @@ def _logprobs(name: str, value: Any) -> int | None:
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
+    if isinstance(value, tuple):
+        value = dict(value)  # as it is stored, so that attrs.evolve works
     if not isinstance(value, Mapping):
         raise _refuse("logit_bias", value, "a mapping of token id to bias")
     pairs: list[tuple[int, float]] = []
@@ -93,6 +95,8 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 def _extra_args(value: Any) -> tuple[tuple[str, float], ...]:
     if value is None:
         return ()
+    if isinstance(value, tuple):
+        value = dict(value)  # as it is stored
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _refuse("extra_args", value, "a mapping of argument name to number")
     names = ((key, f"extra_args[{key!r}]", number) for key, number in value.items())

@@ -86,7 +86,7 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS),
         _provider("batched_linear", "gemm.batched", "grouped:BatchedLinear", COMMON_CAPS),
-        _provider("grouped_linear", "gemm.grouped", "grouped:GroupedLinear", COMMON_CAPS),
+        _provider("grouped_linear", "gemm.grouped", "grouped:GroupedLinear", COMMON_CAPS | {"packed_weights"}),
     ]
 
 

@@ -112,11 +112,12 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
 @pytest.mark.parametrize("kind", ["id", "string", "eos"])
 def test_a_stop_anywhere_in_a_step_of_twelve(twins: Twins, place: int, kind: str) -> None:
     """As without drafts, for every kind of stop and every length limit around it."""
-    start, ends = {
+    kinds: dict[str, tuple[int, dict[str, Any]]] = {
         "id": (200, {"stop_token_ids": [202 + place]}),
         "string": (A, {"stop": [chr(A + 2 + place)]}),
         "eos": (EOS_ID - 2 - place, {}),
-    }[kind]
+    }
+    start, ends = kinds[kind]
     for max_tokens in (place + 1, place + 2, place + 3, 30):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, **ends)
         (output,) = twins.generate([[start]], params)

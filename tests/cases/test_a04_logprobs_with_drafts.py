@@ -62,7 +62,7 @@ def test_const(toy_llm: ToyLLM, right: int, temperature: float) -> None:
 
 @pytest.mark.parametrize("right", ACCEPTED)
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_values_are_those_of_each_row(toy_llm: ToyLLM, right: int, mode: str) -> None:
+def test_values_are_those_of_each_row(toy_llm: ToyLLM, right: int, mode: Any) -> None:
     """PREFIXHASH: each position has its own logits. Raw is before penalties and temperature, processed after."""
     llm = toy_llm("PrefixHash", **drafting("toy", right=right, depth=5))
     twins, oracle = Twins(toy_llm("PrefixHash"), llm), HashOracle(64, [None])

@@ -98,10 +98,10 @@ def test_interrupt_between_steps(toy_llm: Any, ahead: bool) -> None:
     llm = toy_llm("PrefixHash", scheduling__async_scheduling=ahead)
 
     def before(batch: Any) -> None:
-        if llm.engine.model.steps == 4:  # type: ignore[attr-defined]
+        if llm.engine.model.steps == 4:
             signal.raise_signal(signal.SIGINT)
 
-    llm.engine.model.before = before  # type: ignore[attr-defined]
+    llm.engine.model.before = before
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2], [3]], [SamplingParams(temperature=0, max_tokens=n) for n in (3, 90)])
     still_works(llm)
@@ -117,10 +117,10 @@ def test_interrupt_while_cleaning_up_waits_for_it(toy_llm: Any, ahead: bool) -> 
 
     stream = llm.stream([1, 2], SamplingParams(temperature=0, max_tokens=50))
     next(stream)
-    llm.engine.core.abort = interrupted_abort  # type: ignore[method-assign]
+    llm.engine.core.abort = interrupted_abort
     with pytest.raises(KeyboardInterrupt):
         stream.close()
-    llm.engine.core.abort = abort  # type: ignore[method-assign]
+    llm.engine.core.abort = abort
     still_works(llm)
 
 

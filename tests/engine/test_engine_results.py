@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 from toys.checks import assert_clean, ends_of, ids_of
 from toys.oracle import HashOracle, count_tokens
@@ -101,3 +102,8 @@ def test_abort_mid_way_keeps_what_was_committed(toy_llm: Any, ahead: bool) -> No
     assert llm.output(one).outputs[0] == known
     assert llm.output(two).outputs[0].token_ids == count_tokens([1], 50, 64)
     assert_clean(llm)
+
+
+def test_evolving_parameters_keeps_the_rest() -> None:
+    params = SamplingParams(logit_bias={3: 1.5}, extra_args={"x": 2.0}, stop="a", temperature=0.5)
+    assert attrs.evolve(params, temperature=0.5) == params

@@ -181,6 +181,17 @@ def test_all_completions_of_a_request_count(toy_llm: ToyLLM) -> None:
     assert (output.metrics.proposed_drafts, output.metrics.accepted_drafts) == (12, 12)
 
 
+def test_a_step_brings_no_tokens_past_an_end(toy_llm: ToyLLM) -> None:
+    """What steps report as output adds up to the outputs, stops and all."""
+    llm = toy_llm("Count", **drafting("toy", knows="count", depth=6))
+    core, params = llm.engine.core, greedy(20, stop_token_ids=[9, 30])
+    core.add([llm.engine.intake.request(str(i), [i], params, now=0.0, stream=False) for i in (1, 2, 20, 50)])
+    total = 0
+    while core.has_unfinished:
+        total += core.step().output_tokens
+    assert total == 8 + 7 + 10 + 20
+
+
 def test_fewer_steps(toy_llm: ToyLLM) -> None:
     plain: Any = toy_llm("Count")
     llm: Any = toy_llm("Count", **drafting("toy", knows="count", depth=7, max_draft_tokens=7))

@@ -25,7 +25,7 @@ TOKENS = random_tokens(9, LENGTH)
 OFF: dict[str, Any] = {"model.qdq": "off"}
 ON: dict[str, Any] = {"model.qdq": "on"}
 BFLOAT16: dict[str, Any] = {"model.dtype": "bfloat16"}
-REFERENCE: dict[str, Any] = {"ops": {"gemm.linear": ["reference"]}}
+REFERENCE: dict[str, Any] = {"ops": {f"gemm.{kind}": ["reference"] for kind in ("linear", "batched", "grouped")}}
 
 
 @pytest.fixture(scope="module")

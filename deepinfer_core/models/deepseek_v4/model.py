@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from .config import V4Config
 from .groups import WINDOW, cache_groups
 from .names import layer_prefix
 from .requests import Needs, main_prefixes, model_requests
+from .slots import slot_of
 from .tensors import StoredFormats, draft_tensors, main_tensors, tensor_specs
 from .weights import Loader
 
@@ -71,8 +73,8 @@ class DeepseekV4Model:
             cache_groups=cache_groups(c, options.dtype),
             block_alignment=c.block_alignment,
             ops=model_requests(needs),
-            tensors=tensor_specs(main_tensors(c), needs.formats)
-            | tensor_specs(iter(drafts), needs.formats, optional=True),
+            tensors=tensor_specs(main_tensors(c), needs.formats, partial(slot_of, config=c))
+            | tensor_specs(iter(drafts), needs.formats, optional=True, loaded=False),
         )
 
     @classmethod

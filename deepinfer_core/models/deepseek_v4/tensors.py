@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 
@@ -162,16 +163,21 @@ def draft_tensors(c: V4Config) -> Shapes:
             yield f"{p}confidence_head.proj.weight", (1, c.hidden + c.dspark.markov_rank)
 
 
-def tensor_specs(shapes: Shapes, formats: StoredFormats, *, optional: bool = False) -> dict[str, TensorSpec]:
-    """Stored name -> spec: packed shapes where the checkpoint packs, and the scales beside them."""
+def tensor_specs(
+    shapes: Shapes, formats: StoredFormats, slot: Callable[[str], str] | None = None, **more: Any
+) -> dict[str, TensorSpec]:
+    """Stored name -> spec: packed shapes where the checkpoint packs, and the scales beside them.
+
+    ``slot``: of a released name; ``more``: fields of every spec.
+    """
     specs: dict[str, TensorSpec] = {}
     for name, shape in shapes:
         packing = formats.packing(name) if name.endswith("weight") else ""
         if packing:
             block = formats.block if packing == "fp8:e4m3" else FP4_BLOCK
             scales = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-            specs[formats.stored(scale_name(name))] = TensorSpec(shape=scales, optional=optional)
+            specs[formats.stored(scale_name(name))] = TensorSpec(shape=scales, slot=slot(name) if slot else "", **more)
             if packing == "fp4:e2m1":
                 shape = (shape[0], shape[1] // 2)
-        specs[formats.stored(name)] = TensorSpec(shape=shape, optional=optional)
+        specs[formats.stored(name)] = TensorSpec(shape=shape, slot=slot(name) if slot else "", **more)
     return specs
