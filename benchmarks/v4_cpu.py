@@ -57,11 +57,11 @@ SHAPE: dict[str, Any] = {
 Run = Callable[[int], Any]
 
 
-class CountCalls(TorchDispatchMode):
+class CountCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Counts dispatched operators."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +104,7 @@ def calls_per_token(run: Run) -> float:
     for count in (4, 36):
         with CountCalls() as counter:
             run(count)
-        counts.append(counter.calls)
+        counts.append(int(counter.calls))
     return (counts[1] - counts[0]) / 32
 
 
@@ -179,8 +179,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of the prompt (default 256)")
     parser.add_argument("--rounds", type=int, help="rounds to take medians over (default 7)")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     result = compare(
         options, options.tokens or (16 if options.quick else 64), options.rounds or (3 if options.quick else 7)
     )

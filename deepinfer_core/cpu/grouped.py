@@ -52,6 +52,6 @@ class GroupedLinear:
         (busy,) = counts.nonzero()
         if not len(busy):
             return x.new_empty((0, self._request.out_features))
-        parts = x.split(counts[busy].tolist())
+        parts = x.split_with_sizes(counts[busy].tolist())
         products = [self._multiply(part, weight[group]) for part, group in zip(parts, busy.tolist(), strict=True)]
         return products[0] if len(products) == 1 else torch.cat(products)

@@ -54,8 +54,9 @@ class IndexTopK:
 
     def plan(self, layout: StepLayout) -> Plan:
         """Which index keys each row sees, for all layers."""
-        found = self._plan(layout, FEW_ROWS)
-        return self._plan(layout, 0) if found is None else found
+        found = self._plan(layout, FEW_ROWS) or self._plan(layout, 0)
+        assert found is not None
+        return found
 
     def _plan(self, layout: StepLayout, most: int) -> Plan | None:
         """With requests of up to ``most`` rows gathered; None if that is too much."""

@@ -49,7 +49,8 @@ class Route:
 
 @np.errstate(invalid="ignore")
 def _softplus(x: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.logaddexp(np.float32(0), x)
+    soft: np.ndarray[Any, np.dtype[np.float32]] = np.logaddexp(np.float32(0), x)
+    return soft
 
 
 @attrs.frozen(eq=False)

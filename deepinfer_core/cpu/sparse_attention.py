@@ -64,8 +64,9 @@ class SparseAttention:
 
     def plan(self, layout: StepLayout, entry_layout: StepLayout | None = None) -> Plan:
         """What each row reads, for all layers of this kind."""
-        found = self._plan(layout, entry_layout, FEW_ROWS)
-        return self._plan(layout, entry_layout, 0) if found is None else found
+        found = self._plan(layout, entry_layout, FEW_ROWS) or self._plan(layout, entry_layout, 0)
+        assert found is not None
+        return found
 
     def _plan(self, layout: StepLayout, entry_layout: StepLayout | None, most: int) -> Plan | None:
         """With requests of up to ``most`` rows gathered; None if that is too much."""

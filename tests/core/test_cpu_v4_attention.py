@@ -99,7 +99,8 @@ def both(request: SparseAttentionRequest, lens: list[int], contexts: list[int], 
 
 def check(found: torch.Tensor, wanted: torch.Tensor, columns: int) -> None:
     """Sums of DIM products, and of as many as there are keys, of numbers around 1 that seldom pass 4."""
-    assert found.shape == wanted.shape and found.isfinite().all()
+    assert found.shape == wanted.shape
+    assert found.isfinite().all()
     assert torch.allclose(found, wanted, rtol=0, atol=16 * (DIM + columns) * EPSILON)
 
 
@@ -145,7 +146,8 @@ def test_a_broken_row_breaks_no_other() -> None:
     clean = op.run(query, cache, None, op.plan(step), sinks)
     query[1] = float("nan")
     found = op.run(query, cache, None, op.plan(step), sinks)
-    assert torch.equal(found[[0, 2]], clean[[0, 2]]) and found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+    assert found[1].isnan().all()
 
 
 def test_writing_touches_its_slots_only() -> None:
@@ -177,7 +179,8 @@ def choices(top_k: int, lens: list[int], contexts: list[int], seed: int = 0) -> 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 40])
 def test_the_choice_is_the_references(step: str, top_k: int) -> None:
     found, wanted = choices(top_k, *STEPS[step])
-    assert found.dtype == torch.int64 and torch.equal(found, wanted)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, wanted)
 
 
 def test_a_choice_from_too_many_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +219,13 @@ def test_best_is_a_stable_sort(seed: int) -> None:
 def test_a_step_is_divided_by_rows_of_requests() -> None:
     step, _ = layout([1, few_rows.FEW_ROWS, few_rows.FEW_ROWS + 1], [5, 20, 30], BLOCK)
     few, many = few_rows.split(step)
-    assert few is not None and many is not None and few.rows is not None
-    assert few.rows.tolist() == list(range(9)) and few.owners.tolist() == [0, *[1] * 8]
+    assert few is not None
+    assert many is not None
+    assert few.rows is not None
+    assert few.rows.tolist() == list(range(9))
+    assert few.owners.tolist() == [0, *[1] * 8]
     assert many.rows.tolist() == list(range(9, 18))
     assert many.layout.positions.tolist() == list(range(21, 30))
-    assert many.layout.cu_seqlens.tolist() == [0, 9] and many.layout.max_seq_len == 30
+    assert many.layout.cu_seqlens.tolist() == [0, 9]
+    assert many.layout.max_seq_len == 30
     assert many.layout.block_table.tolist() == [step.block_table[2].tolist()]

@@ -113,7 +113,8 @@ def test_rotation_equals_the_reference(changes: dict[str, Any], inverse: bool, r
     before = x.clone()
     found, wanted = (op.run(x, op.plan(positions), inverse=inverse)
                      for op in (operator(request), reference_support.operator(request)))  # fmt: skip
-    assert torch.equal(x, before) and found.shape == wanted.shape
+    assert torch.equal(x, before)
+    assert found.shape == wanted.shape
     # A product and a sum of two products of numbers up to 4.
     assert torch.allclose(found, wanted, rtol=0, atol=16 * EPSILON)
 

@@ -45,7 +45,7 @@ def test_expert_loads_add_up_to_rows_times_experts_per_token(tmp_path: Path) -> 
             assert count == 0
         else:
             per_layer[layer] += count
-    assert per_layer == {layer: rows * config.num_experts_per_tok for layer in range(config.num_hidden_layers)}
+    assert per_layer == dict.fromkeys(range(config.num_hidden_layers), rows * config.num_experts_per_tok)
     table = model.model.layers[0].mlp.gate.tid2eid
     wanted = Counter(int(e) for text in texts for token in text[:-1] for e in table[token])
     assert {int(e): n for (layer, e), n in found.items() if layer == 0 and e != "nan" and n} == dict(wanted)
