@@ -11,6 +11,7 @@ Ragged: prompts of 16 to 512 ids, outputs of 8 to 256, arriving by a Poisson pro
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -24,6 +25,12 @@ from common import finish, machine, print_table, random_prompts, random_qwen3
 
 PARTS = ("decode", "ragged", "demo", "prefix")
 PROMPT = 256
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain how a bicycle stays upright.",
+    "List three uses of copper.",
+)
 
 
 def decode(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -110,12 +117,13 @@ def _wait_until(moment: float) -> None:
 
 
 def demo(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of the demo model for one request, float32 and with weights kept in 8 bits."""
+    """The demo model, one request at a time, in float32 and with 8-bit weights: speed, and what 8 bits cost."""
     from deepinfer_core import LLM, SamplingParams
 
     tokens = 32 if options.quick else 128
     question = [{"role": "user", "content": "Explain how rain forms, in detail."}]
     rows, result = [], {}
+    greedy: dict[str, list[list[int]]] = {}
     for name, ops in (("float32", {}), ("8-bit weights", {"gemm.linear": ["cpu:int8_weight_only", "cpu"]})):
         start = time.perf_counter()
         with LLM("demo", accelerator="cpu", config={"logging.progress": False, "ops": ops}) as llm:
@@ -127,10 +135,43 @@ def demo(options: argparse.Namespace) -> dict[str, Any]:
                 assert metrics.first_token is not None
                 assert metrics.finished is not None
                 rates.append((tokens - 1) / (metrics.finished - metrics.first_token))
-            result[name] = {"tokens_per_second": statistics.median(rates), "ready_seconds": ready}
-            rows.append((name, statistics.median(rates), max(rates), ready))
-    print_table(("demo model", "tokens/s median", "best", "ready in s"), rows)
+            greedy[name] = greedy_answers(llm)
+            result[name] = {
+                "tokens_per_second": statistics.median(rates),
+                "ready_seconds": ready,
+                "perplexity": perplexity(llm),
+                "same_greedy_tokens": agreement(greedy[name], greedy["float32"]),
+            }
+            rows.append((name, statistics.median(rates), max(rates), ready, *list(result[name].values())[2:]))
+    print_table(("demo model", "tokens/s median", "best", "ready in s", "perplexity", "same greedy tokens"), rows)
     return result
+
+
+def perplexity(llm: Any) -> float:
+    """Of the held-out text beside this file: exp of the mean negative log-probability of its tokens."""
+    from deepinfer_core import SamplingParams
+
+    ids = llm.tokenizer.encode(Path(__file__).with_name("held_text.txt").read_text(encoding="utf-8"))
+    output = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), progress=False)[0]
+    found = [entries[token].logprob for entries, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+    return math.exp(-statistics.fmean(found))
+
+
+def greedy_answers(llm: Any) -> list[list[int]]:
+    from deepinfer_core import SamplingParams
+
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [o.outputs[0].token_ids for o in llm.chat(chats, SamplingParams(temperature=0, max_tokens=64))]
+
+
+def agreement(found: list[list[int]], expected: list[list[int]]) -> float:
+    """Share of tokens before the first difference, over all answers."""
+    same = total = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        total += len(theirs)
+        pairs = zip(ours, theirs, strict=False)
+        same += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    return same / total
 
 
 def prefix(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +179,8 @@ def prefix(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     from deepinfer_core import LLM, SamplingParams
 
     length = 2032 if options.quick else 8128
-    colds, hits = [], []
+    colds: list[float] = []
+    hits: list[float] = []
     with LLM(directory, accelerator="cpu", config={"logging.progress": False, "scheduling.max_running": 8}) as llm:
         for seed in range(2 if options.quick else 3):
             prompt = random_prompts(1, length, seed=seed)

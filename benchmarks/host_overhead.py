@@ -47,18 +47,15 @@ def write_checkpoint(directory: Path) -> Path:
 
 def open_engine(directory: Path, running: int) -> LLM:
     blocks = running * (LONGEST // BLOCK) + 1
-    return LLM(
-        directory,
-        accelerator="cpu",
-        **{
-            "plugins.paths": ["toymodel"],
-            "kv_cache.block_size": BLOCK,
-            "kv_cache.num_blocks": blocks,
-            "scheduling.max_running": running,
-            "scheduling.max_batch_tokens": max(2048, running * (PROMPT + 1)),
-            "logging.progress": False,
-        },
-    )
+    settings: dict[str, Any] = {
+        "plugins.paths": ["toymodel"],
+        "kv_cache.block_size": BLOCK,
+        "kv_cache.num_blocks": blocks,
+        "scheduling.max_running": running,
+        "scheduling.max_batch_tokens": max(2048, running * (PROMPT + 1)),
+        "logging.progress": False,
+    }
+    return LLM(directory, accelerator="cpu", config=settings)
 
 
 class Load:

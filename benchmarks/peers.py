@@ -41,10 +41,9 @@ def deepinfer(directory: Path, **config: Any) -> Peer:
 def transformers_generate(directory: Path) -> Peer:
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    model = library.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
 
     def run(prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         longest = max(map(len, prompts))

@@ -103,7 +103,8 @@ class Compress:
     ) -> None:
         """Write tail rows, then the entries of windows that close."""
         width = value.shape[1]
-        values, scores = (tail[name].numpy().reshape(-1, width) for name in ("value", "score"))
+        # torch's view refuses to copy, where numpy's reshape would write into a copy.
+        values, scores = (tail[name].view(-1, width).numpy() for name in ("value", "score"))
         values[plan.slots] = value.numpy()
         scores[plan.slots] = gate.numpy() + position_bias.numpy()[plan.phase]
         closing = plan.closing
@@ -115,7 +116,7 @@ class Compress:
         entry = self._rope.turned(normed[:, None], closing.turns)[:, 0]
         if self._qdq is not None:
             entry = self._qdq.run(torch.from_numpy(entry)).numpy()
-        entries[self._request.entry].numpy().reshape(-1, entry.shape[1])[closing.entries] = entry
+        entries[self._request.entry].view(-1, entry.shape[1]).numpy()[closing.entries] = entry
 
     def _series(self, rows: Array) -> Array:
         """``[N, W, width]`` -> ``[N, W, head_dim]``: A of the window before, B of the window itself."""

@@ -13,6 +13,8 @@ import torch
 
 from deepinfer_core.api import DeviceInfo, Event, MemoryInfo, Stream
 
+from .threads import choose_threads
+
 T = TypeVar("T")
 
 
@@ -58,10 +60,11 @@ class ThreadStream:
 
 
 class CpuDevice:
-    """The host, with as many threads as torch was given (``OMP_NUM_THREADS``; default: the physical cores)."""
+    """The host, with a thread for each physical core, or as many as ``OMP_NUM_THREADS`` says."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
+        self._threads = choose_threads()
 
     @property
     def torch_device(self) -> torch.device:
@@ -69,7 +72,7 @@ class CpuDevice:
 
     @property
     def num_threads(self) -> int:
-        return torch.get_num_threads()
+        return self._threads
 
     def default_dtype(self, stored: str) -> str:
         """float32: few hosts have 16-bit units, and emulating them is several times slower."""
@@ -81,7 +84,10 @@ class CpuDevice:
         return False
 
     def stream(self, *, overlap: bool) -> Stream:
-        return ThreadStream(self.num_threads) if overlap else InlineStream()
+        if overlap:
+            return ThreadStream(self.num_threads)
+        torch.set_num_threads(self.num_threads)
+        return InlineStream()
 
     def memory(self) -> MemoryInfo:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

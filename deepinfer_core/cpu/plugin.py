@@ -81,9 +81,11 @@ def _linear(request: LinearRequest | BatchedLinearRequest | GroupedLinearRequest
     return _float32(request, "dtype", "out_dtype")
 
 
-def _int8_linear(request: LinearRequest) -> Supports:
+def _int8_weight_only(request: LinearRequest) -> Supports:
     verdict = _linear(request)
-    return yes(LAST_SCORE, "rounds weights and activations to 8 bits") if verdict else verdict
+    if request.in_features % 32:
+        return no(f"reads whole vectors: in_features must be a multiple of 32, not {request.in_features}")
+    return yes(LAST_SCORE, "rounds weights to 8 bits and products to bfloat16") if verdict else verdict
 
 
 def _write_kv(request: WriteKVRequest) -> Supports:
@@ -133,7 +135,7 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         return []
     return [
         _provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear),
-        _provider("int8_linear", "gemm.linear", "int8_linear:Int8Linear", CAPS, _int8_linear),
+        _provider("int8_weight_only", "gemm.linear", "int8_weight_only:Int8WeightOnly", CAPS, _int8_weight_only),
         _provider("batched", "gemm.batched", "grouped:BatchedLinear", CAPS, _linear),
         _provider("grouped", "gemm.grouped", "grouped:GroupedLinear", CAPS, _linear),
     ]

@@ -218,18 +218,21 @@ class Committer:
             return
         logprobs = _LogprobRows(step, result)
         owners = [table.sequence[slot] for slot in slots[rows].tolist()]
-        for row, sequence in zip(rows, owners, strict=True):
+        looked = zip(rows, owners, *(a[rows].tolist() for a in (tokens, positions, stops, full, first)), strict=True)
+        for row, sequence, token, position, stop, at_limit, is_first in looked:
             assert sequence is not None
             if sequence.status != "running":
                 continue  # ended by a token before this one in the same step
-            if first[row] and tokens[row] >= 0:
+            if is_first and token >= 0:
                 self.planner.observer.first_token(sequence)
-            slot, known = sequence.slot, int(positions[row]) + (tokens[row] >= 0)
-            after = int(table.committed[slot]) - known
-            table.committed[slot] = known  # should this token end it, those after it never were
-            self._add_token(sequence, row, int(tokens[row]), bool(stops[row]), bool(full[row]), logprobs, out)
-            if sequence.status == "running":
-                table.committed[slot] = known + after
+            after = 0
+            if step.plan.drafts:  # should this token end it, those after it never were
+                slot, known = sequence.slot, position + (token >= 0)
+                after = int(table.committed[slot]) - known
+                table.committed[slot] = known
+            self._add_token(sequence, row, token, stop, at_limit, logprobs, out)
+            if after and sequence.status == "running":
+                table.committed[sequence.slot] += after
             else:
                 out.output_tokens -= after
 
@@ -249,7 +252,7 @@ class Committer:
         if request.streams:
             # Ids wait while text does: should it turn out to hold a stop string, they may never have been.
             open_match = sequence.detokenizer is not None and (sequence.detokenizer.holds_back or stopped is not None)
-            ids = [] if open_match else self._unstreamed(sequence)
+            ids = [] if open_match else self._unstreamed(sequence, token)
             if delta or ids:
                 out.post(request, StreamDelta(request.request_id, sequence.child, delta, ids))
         if stops:
@@ -259,8 +262,14 @@ class Committer:
         elif full:
             self.finish(sequence, "length", out)
 
-    def _unstreamed(self, sequence: Sequence) -> list[int]:
-        """Output ids that no delta has carried yet; from now on they count as streamed."""
+    def _unstreamed(self, sequence: Sequence, newest: int | None = None) -> list[int]:
+        """Output ids that no delta has carried yet; from now on they count as streamed.
+
+        ``newest`` is the last of them where that is known: most often it is the only one.
+        """
+        if newest is not None and self.slots.committed[sequence.slot] == sequence.prompt_len + sequence.streamed + 1:
+            sequence.streamed += 1
+            return [newest]
         ids: list[int] = self._known(sequence)[sequence.prompt_len + sequence.streamed :].tolist()
         sequence.streamed += len(ids)
         return ids

@@ -130,25 +130,37 @@ class Assembler(Protocol):
 
 
 class ByteAssembler:
-    """Assembles tokens of a :class:`ByteDecoding`."""
+    """Assembles tokens of a :class:`ByteDecoding`. ``known`` remembers bytes of tokens inside a text, for all."""
 
-    def __init__(self, decoding: ByteDecoding, token_of: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, decoding: ByteDecoding, token_of: Callable[[int], str | None], known: dict[int, bytes] | None = None
+    ) -> None:
         self._decoding = decoding
         self._token_of = token_of
-        self._token_bytes = decoding.first_token_bytes
+        self._known = {} if known is None else known
+        self._first_bytes = decoding.first_token_bytes
+        self._is_first = self._at_start = True
         self._spaces_to_strip = decoding.strip_spaces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
+        data = None if self._at_start else self._known.get(token_id)
+        return self._utf8.decode(self._bytes(token_id) if data is None else data)
+
+    def _bytes(self, token_id: int) -> bytes:
         token = self._token_of(token_id)
         if token is None:
-            return ""
-        data = self._token_bytes(token)
-        self._token_bytes = self._decoding.token_bytes
+            return b""
+        if not self._at_start:
+            data = self._known[token_id] = self._decoding.token_bytes(token)
+            return data
+        data = (self._first_bytes if self._is_first else self._decoding.token_bytes)(token)
+        self._is_first = False
         while self._spaces_to_strip and data:
             self._spaces_to_strip = self._spaces_to_strip - 1 if data[0] == 0x20 else 0
             data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
+        self._at_start = self._spaces_to_strip > 0
+        return data
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

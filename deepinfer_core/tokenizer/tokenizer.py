@@ -41,6 +41,7 @@ class Tokenizer:
         roles = dict(special_tokens or {})
         self._templates = ChatTemplates(templates=dict(chat_templates or {}), special_tokens=roles)
         self._decoding = byte_decoding(backend.decoder)
+        self._bytes_known: dict[int, bytes] = {}
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = self._id_of_role(roles, "bos_token")
         self.pad_token_id = self._id_of_role(roles, "pad_token")
@@ -74,7 +75,7 @@ class Tokenizer:
     def assembler(self) -> Assembler:
         """A fresh assembler of text from one token at a time; the caller leaves out special tokens."""
         if self._decoding is not None:
-            return ByteAssembler(self._decoding, self._token_of)
+            return ByteAssembler(self._decoding, self._token_of, self._bytes_known)
         return PairAssembler(self._decode_all, self._token_of)
 
     def id_to_bytes(self, token_id: int) -> bytes:

@@ -75,7 +75,7 @@ def test_an_interrupted_character_is_replaced_when_the_next_token_shows_it(utf8:
     assert deltas(IncrementalDetokenizer(utf8), [5, 0]) == ["", f"{REPLACEMENT}x ", ""]
 
 
-def test_lone_continuation_bytes_cost_one_look_each(utf8: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lone_continuation_bytes_cost_one_look_each_at_most(utf8: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
     token_of = utf8._token_of
 
@@ -87,7 +87,7 @@ def test_lone_continuation_bytes_cost_one_look_each(utf8: Tokenizer, monkeypatch
     monkeypatch.setattr(utf8, "_backend", None)  # decoding anything again would fail
     detokenizer = IncrementalDetokenizer(utf8)
     assert deltas(detokenizer, [7] * 500) == [REPLACEMENT] * 500 + [""]
-    assert len(looked_at) == 500
+    assert 1 <= len(looked_at) <= 500
 
 
 def test_a_hidden_special_token_does_not_break_a_character(utf8: Tokenizer) -> None:
