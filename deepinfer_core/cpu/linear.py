@@ -22,7 +22,7 @@ from deepinfer_core.api import BuildContext, LinearRequest
 PACKED_FOR_ROWS = 32
 """Rows that oneDNN chooses its layout for. From 8 on it is the same; for 1 it picks one that is slower for more."""
 
-SMALL = 1 << 18
+SMALL = 1 << 16
 """Multiplications up to which a plain product is done before oneDNN has begun, and elements of a small weight."""
 
 
