@@ -125,7 +125,7 @@ def _folders(dists: Iterable[metadata.Distribution], path: Sequence[str] | None)
             continue  # cheap: most folders are not parsed
         # PathDistribution keeps its folder private; other finders have only a root.
         folder = os.path.realpath(str(getattr(dist, "_path", dist.locate_file(""))))
-        name = dist.metadata.get("Name", "")
+        (name, *_) = dist.metadata.get_all("Name") or [""]
         if folder in seen or not name:  # lib64 linked to lib; a half-removed install
             continue
         seen.add(folder)
