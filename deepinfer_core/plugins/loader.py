@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,7 +185,7 @@ def _load_path(registry: Registry, text: str) -> None:
 def _import_file(file: Path) -> ModuleType:
     name, origin = file.stem, str(file.resolve())
     loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == origin:
+    if loaded is not None and os.path.realpath(getattr(loaded, "__file__", None) or "") == origin:
         return loaded
     if loaded is not None or importlib.util.find_spec(name) is not None:
         raise PluginError(f"module name {name!r} is already taken; rename the file")

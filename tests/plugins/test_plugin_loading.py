@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from throwaway import PRELUDE, Site, good
 
 from deepinfer_core.api import PluginError
-from deepinfer_core.plugins import Registry
+from deepinfer_core.plugins import Registry, load_plugins
 
 INFO = "@hookimpl\ndef deepinfer_plugin():\n    return PluginInfo(name='bad')\n"
 
@@ -317,3 +318,22 @@ def test_two_files_of_one_name_are_an_error(site: Site, tmp_path: Path) -> None:
         file.write_text(good("loose"))
     with pytest.raises(PluginError, match=r"two_file\.py.*another plugin named 'loose' is already loaded"):
         site.load(files=[str(file) for file in files])
+
+
+def test_a_file_whose_module_is_imported_already_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imported by its folder on sys.path first, and by plugins.paths through a link then: one module."""
+    folder, link = tmp_path / "real", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    name = "imported_before_it_was_named"
+    code = "from deepinfer_core.api import PluginInfo, hookimpl\n\n@hookimpl\ndef deepinfer_plugin():\n"
+    (folder / f"{name}.py").write_text(f"{code}    return PluginInfo(name={name!r})\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(link))
+    importlib.import_module(name)
+    try:
+        for _ in range(2):
+            assert name in load_plugins(path=[], files=[str(folder / f"{name}.py")]).plugins
+    finally:
+        del sys.modules[name]
