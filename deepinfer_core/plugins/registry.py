@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -94,7 +95,8 @@ class Registry:
 
     def report(self, failure: Failure, error: BaseException | None = None, *, asked: bool = False) -> None:
         """Record and log a failure once; raise PluginError if the plugin was asked for, or when strict."""
-        key = (failure.name, failure.distribution, failure.stage, failure.cause)
+        cause = re.sub(r"0x[0-9a-f]+", "0x", failure.cause)  # an object's address differs from call to call
+        key = (failure.name, failure.distribution, failure.stage, cause)
         if key not in self._failures:
             self._failures[key] = failure
             failure.log()
