@@ -75,15 +75,7 @@ class Sampler:
         for stage, run in self._stages:
             if stage in batch.active:
                 logits = run(logits, batch)
-        tokens = self._draw(logits, batch)
-        return Sampled(
-            tokens=tokens,
-            logits=logits,
-            raw=None if kept is None else self._logprobs(kept, tokens[rows.raw].clamp(min=0), rows.raw_k),
-            processed=None
-            if rows.processed is None
-            else self._logprobs(logits[rows.processed], tokens[rows.processed].clamp(min=0), rows.processed_k),
-        )
+        return self._sampled(self._draw(logits, batch), logits, kept, rows)
 
     def run_apart(self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
         """Sample row by row, after :meth:`run` raised: a row that makes a stage raise gets no token, others do."""
@@ -98,16 +90,18 @@ class Sampler:
             else:
                 tokens[row] = alone.tokens[0]
                 logits[row] = alone.logits[0]
-        safe = tokens.clamp(min=0)
-        return Sampled(
-            tokens=tokens,
-            logits=logits,
-            errors=errors,
-            raw=None if kept is None else self._logprobs(kept, safe[rows.raw], rows.raw_k),
-            processed=None
-            if rows.processed is None
-            else self._logprobs(logits[rows.processed], safe[rows.processed], rows.processed_k),
-        )
+        return attrs.evolve(self._sampled(tokens, logits, kept, rows), errors=errors)
+
+    def _sampled(
+        self, tokens: torch.Tensor, logits: torch.Tensor, kept: torch.Tensor | None, rows: LogprobRows
+    ) -> Sampled:
+        """Tokens with the log-probabilities that were asked for; ``kept`` are the raw logits of those rows."""
+        raw = processed = None
+        if kept is not None:
+            raw = self._logprobs(kept, tokens[rows.raw].clamp(min=0), rows.raw_k)
+        if rows.processed is not None:
+            processed = self._logprobs(logits[rows.processed], tokens[rows.processed].clamp(min=0), rows.processed_k)
+        return Sampled(tokens=tokens, logits=logits, raw=raw, processed=processed)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsResult:
         """Log-probabilities of given tokens (prompts)."""

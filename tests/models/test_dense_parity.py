@@ -11,28 +11,17 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from toys.dense import SIZES as TINY
+from toys.dense import VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
 from deepinfer_core.checkpoint import open_checkpoint
 
 SEED = random.randrange(2**31)
-VOCAB, TOLERANCE = 96, 1e-4
+TOLERANCE = 1e-4
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "attn_implementation": "eager",
-}
+SIZES: dict[str, Any] = {**TINY, "attn_implementation": "eager"}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
