@@ -1,9 +1,12 @@
 """The engine on a processor, beside other engines: decode steps, ragged load, the demo model, the prefix cache.
 
     python benchmarks/cpu_engine.py [--quick] [--json] [--only decode,ragged,demo,prefix] [--threads N]
+        [--thread-counts 1,2] [--vllm-python PATH] [--llama-python PATH]
 
 Decode: a random Qwen3 of 41.6 million parameters in float32, prompts of 256 ids, greedy, end of sequence ignored; the
-time of a step is (time for N tokens - time for 1) / (N - 1). Engines alternate within each round; medians over rounds.
+time of a step is (time for N tokens - time for 1) / (N - 1). Each engine runs in a process of its own, once per thread
+count, and the best is kept; they alternate within each round; medians over rounds. vLLM pins its own torch, so it has
+an environment of its own, named by ``--vllm-python``.
 Ragged: prompts of 16 to 512 ids, outputs of 8 to 256, arriving by a Poisson process faster than they are served;
 ``generate`` takes them in order of arrival, eight at a time. Run it on an idle machine.
 """
@@ -14,6 +17,7 @@ import argparse
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +26,7 @@ from typing import Any
 import peers
 import torch
 from common import finish, machine, print_table, random_prompts, random_qwen3
+from peer_process import Remote, installed
 
 PARTS = ("decode", "ragged", "demo", "prefix")
 PROMPT = 256
@@ -34,37 +39,63 @@ QUESTIONS = (
 
 
 def decode(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds per decode step of each engine at each batch size, and whether all say the same."""
+    """Milliseconds per decode step of each engine, at its best number of threads, and whether all say the same."""
     new_tokens, rounds = (16, 2) if options.quick else (64, 5)
-    engines = [peers.deepinfer(directory), peers.transformers_generate(directory)]
     gguf_file = peers.write_gguf(directory, directory.parent / "model.gguf")
-    for peer in (peers.llama_cpp(gguf_file, options.threads), peers.vllm(directory)):
-        if peer is not None:
-            engines.append(peer)
-    result: dict[str, Any] = {"not_installed": [n for n in ("llama_cpp", "vllm") if not _installed(n)]}
-    rows = []
+    engines: list[Remote] = []
+    missing = []
+    for name, module, model, python in (
+        ("deepinfer", "deepinfer_core", directory, sys.executable),
+        ("transformers", "transformers", directory, sys.executable),
+        ("llama.cpp", "llama_cpp", gguf_file, options.llama_python),
+        ("vllm", "vllm", directory, options.vllm_python),
+    ):
+        if installed(python, module):
+            engines += [Remote(name, model, python, threads) for threads in options.thread_counts]
+        else:
+            missing.append(name)
+    result: dict[str, Any] = {"not_installed": missing}
+    rows: list[tuple[Any, ...]] = []
     for batch in (1, 8) if options.quick else (1, 8, 32):
-        prompts = random_prompts(batch, PROMPT)
-        times: dict[str, list[float]] = {}
-        first: dict[str, list[int]] = {}
-        able = [engine for engine in engines if batch == 1 or engine.batches]
-        for number in range(rounds + 1):
-            for engine in able:
-                one = engine.run(prompts, 1)[0]
-                whole, ids = engine.run(prompts, new_tokens)
-                first[engine.name] = ids[0][:8]
-                if number:  # the first round warms up
-                    times.setdefault(engine.name, []).append(1e3 * (whole - one) / (new_tokens - 1))
-        ours = statistics.median(times[engines[0].name])
-        for engine in able:
-            median = statistics.median(times[engine.name])
-            rows.append((batch, engine.name, median, min(times[engine.name]), ours / median))
-        result[f"batch_{batch}"] = {
-            "ms_per_step": {name: statistics.median(values) for name, values in times.items()},
-            "same_first_ids": len({tuple(ids) for ids in first.values()}) == 1,
-        }
-    print_table(("batch", "engine", "ms/step median", "minimum", "ours / theirs"), rows)
+        able = [e for e in engines if batch == 1 or e.engine != "llama.cpp"]
+        result[f"batch_{batch}"], table = _decode_batch(able, batch, new_tokens, rounds)
+        rows += table
+    for engine in engines:
+        engine.close()
+    print_table(("batch", "engine", "threads", "ms/step median", "minimum", "ours / theirs"), rows)
     return result
+
+
+def _decode_batch(
+    engines: list[Remote], batch: int, new_tokens: int, rounds: int
+) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """One batch size: engines alternate within a round, the first round warms up; each engine's best thread count."""
+    prompts = random_prompts(batch, PROMPT)
+    times: dict[tuple[str, int], list[float]] = {}
+    first = set()
+    for number in range(rounds + 1):
+        for engine in engines:
+            one = engine.run(prompts, 1)[0]
+            whole, ids = engine.run(prompts, new_tokens)
+            first.add(tuple(ids[0][:8]))
+            if number:
+                step = 1e3 * (whole - one) / (new_tokens - 1)
+                times.setdefault((engine.name, engine.threads), []).append(step)
+    best: dict[str, tuple[float, int]] = {}
+    for (name, threads), values in times.items():
+        best[name] = min(best.get(name, (math.inf, 0)), (statistics.median(values), threads))
+    ours = best[engines[0].name][0]
+    rows = [
+        (batch, name, threads, median, min(times[name, threads]), ours / median)
+        for name, (median, threads) in best.items()
+    ]
+    facts = {
+        "ms_per_step": {name: median for name, (median, _) in best.items()},
+        "threads": {name: threads for name, (_, threads) in best.items()},
+        "all": {f"{name} x{threads}": statistics.median(values) for (name, threads), values in times.items()},
+        "same_first_ids": len(first) == 1,
+    }
+    return facts, rows
 
 
 def ragged(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -193,10 +224,8 @@ def prefix(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"prompt": length, "cold_seconds": cold, "cached_seconds": hit, "ratio": cold / hit}
 
 
-def _installed(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -204,7 +233,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller loads and fewer rounds")
     parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts to run, of {', '.join(PARTS)}")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every engine")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of the engines in this process"
+    )
+    parser.add_argument("--thread-counts", type=_counts, default=[1, 2], help="decode: numbers tried, best kept (1,2)")
+    parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM, if not this one")
+    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     options = parser.parse_args()
     parts = options.only.split(",")
     unknown = [part for part in parts if part not in PARTS]

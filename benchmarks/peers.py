@@ -94,7 +94,15 @@ def vllm(directory: Path) -> Peer | None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM, SamplingParams, __version__
 
-    llm = LLM(str(directory), dtype="float32", enforce_eager=True, max_model_len=1024, skip_tokenizer_init=True)
+    llm = LLM(
+        str(directory),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
 
     def run(prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -126,10 +134,10 @@ def write_gguf(directory: Path, target: Path) -> Path:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([f"<{i}>" for i in range(config["vocab_size"])])
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
-    writer.add_token_merges([])
+    writer.add_token_merges(["< 0"])  # never used, but the field may not be empty
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, tensor in load_file(directory / "model.safetensors").items():
         stem, _, suffix = name.rpartition(".")
