@@ -11,10 +11,12 @@ from .commands import (
     CommandInfo,
 )
 from .device import (
+    CapturesGraphs,
     Device,
     DeviceInfo,
     Event,
     FallbackPolicy,
+    Graph,
     MemoryInfo,
     ProbeEnv,
     Stream,
@@ -187,6 +189,7 @@ __all__ = [
     "BuildContext",
     "CacheEntry",
     "CacheGroupSpec",
+    "CapturesGraphs",
     "CheckpointError",
     "Choice",
     "CommandInfo",
@@ -210,6 +213,7 @@ __all__ = [
     "EventKind",
     "ExtraValue",
     "FallbackPolicy",
+    "Graph",
     "GroupedLinear",
     "GroupedLinearRequest",
     "HyperConnection",

@@ -121,7 +121,10 @@ class PagedAttention(Protocol):
     """Causal attention of a step's rows over their cached context."""
 
     def plan(self, layout: StepLayout) -> Any:
-        """Host-side preparation, once a step, shared by all layers of the group. Not captured."""
+        """Host-side preparation, once a step, shared by all layers of the group.
+
+        Captured from operators with the cap ``graph_capture`` (see :class:`~deepinfer_core.api.CapturesGraphs`).
+        """
         ...
 
     def run(self, query: torch.Tensor, cache: LayerCache, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ backend that was chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
@@ -135,7 +135,10 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        """A host array with the tensor's values; waits for them."""
+        """A host array with the values of a tensor that a finished closure returned (``Event.wait`` came back).
+
+        Waits for nothing but its own copy: not for closures that were submitted since.
+        """
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -144,4 +147,38 @@ class Device(Protocol):
 
     def describe(self) -> Mapping[str, str]:
         """Facts for ``explain``: threads, libraries, instruction sets."""
+        ...
+
+
+class Graph(Protocol[T_co]):
+    """Device work that was recorded once."""
+
+    def replay(self) -> T_co:
+        """Launch the recorded work again, on the same memory, and return what the closure returned then.
+
+        Tensors of that result hold the new values until the next replay of any graph of the device.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturesGraphs(Protocol):
+    """What a :class:`Device` has besides when it can record work and launch it again at once. Optional.
+
+    A decode step launches the same operators every time, several hundred of them. Recorded, they cost the host one
+    launch. The engine records the forward pass of each number of rows on a grid, largest first, and pads steps with
+    rows that write to the null block. Nothing else in it may change from one replay to the next:
+
+    * It reads its inputs from tensors that the engine keeps and refills: their addresses are part of the record.
+      ``block_table`` has the width of ``max_model_len``, whatever the step needs.
+    * Numbers of the host are fixed. ``max_seq_len`` and ``host_seq_lens`` say ``max_model_len``, ``host_query_lens``
+      says 1: bounds, not the step's own.
+    * Memory allocated inside belongs to the graphs, which share it.
+
+    Only operators with the cap ``graph_capture`` are recorded; it means that ``run``, and ``plan`` where there is
+    one, read tensors on the device alone, wait for nothing, and take those numbers for bounds.
+    """
+
+    def capture(self, fn: Callable[[], T]) -> Graph[T]:
+        """Run ``fn``, once or more, and record its work. Raises what ``fn`` raises."""
         ...

@@ -85,6 +85,11 @@ class SchedulingConfig:
     async_scheduling: Literal["auto"] | bool = setting(
         "auto", help="Launch step t+1 before the tokens of step t are known. The tokens are the same either way."
     )
+    decode_graphs: Literal["auto"] | bool = setting(
+        "auto",
+        help="Record the forward pass of decode steps when the engine starts and launch it as one. `auto`: where "
+        "device and operators can. Padded rows may change the last bits of results.",
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -22,6 +22,7 @@ from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
 
 from .commit import Committer
 from .core import EngineCore
+from .decode_graphs import DecodeGraphs
 from .intake import Intake, Limits
 from .kv_cache import KVCache
 from .open_observer import OpenSink, connect, open_sinks
@@ -115,9 +116,10 @@ def build_engine(
     token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
     speculator = _speculator(planned, token_limit)
     ahead = 1 if planned.runs_ahead and speculator is None else 0
+    stream = planner.observer.timed(device.stream(overlap=bool(ahead)))
     runner = Runner(
         device=device,
-        stream=planner.observer.timed(device.stream(overlap=bool(ahead))),
+        stream=stream,
         model=model,
         ops=ops,
         cache=cache,
@@ -126,6 +128,7 @@ def build_engine(
         vocab_size=spec.vocab_size,
         token_limit=token_limit,
         extra_stages=planned.stages,
+        graphs=_graphs(planned, model, ops, cache, layer_caches),
     )
     committer = Committer(
         planner=planner,
@@ -166,6 +169,25 @@ def _speculator(planned: PlannedEngine, token_limit: int) -> Speculator | None:
     if planned.drafter is None or most == 0:
         return None
     return Speculator(planned.drafter, max_draft_tokens=most, token_limit=token_limit)
+
+
+def _graphs(
+    planned: PlannedEngine, model: Model, ops: OpTable, cache: KVCache, layer_caches: Mapping[str, list[LayerCache]]
+) -> DecodeGraphs | None:
+    """Recorded decode steps, of up to as many rows as may run."""
+    if not planned.records_graphs:
+        return None
+    graphs = DecodeGraphs(
+        device=planned.device,
+        model=model,
+        ops=ops,
+        cache=cache,
+        layer_caches=layer_caches,
+        max_rows=min(planned.config.scheduling.max_running, planned.config.scheduling.max_batch_tokens),
+        max_model_len=planned.spec.max_model_len,
+    )
+    graphs.capture()
+    return graphs
 
 
 def cache_domain(planned: PlannedEngine, checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ from deepinfer_core.plugins import (
     resolve,
 )
 
+from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
@@ -86,6 +87,10 @@ class PlannedEngine:
     @property
     def runs_ahead(self) -> bool:
         return self.plan.facts["loop"] == AHEAD
+
+    @property
+    def records_graphs(self) -> bool:
+        return self.plan.facts["decode_graphs"] == ON
 
     def context_for(self, plugin: str) -> BuildContext:
         """What a plugin's providers build with."""
@@ -158,7 +163,11 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         policy=f"{policy_plugin}:{policy_info.name}",
         drafter=None if drafter is None else f"{drafter[0]}:{drafter[1].name}",
         features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
-        facts={**device.describe(), "loop": loop_mode(config, spec, device, _sampling_providers(choices, providers))},
+        facts={
+            **device.describe(),
+            "loop": loop_mode(config, spec, device, _sampling_providers(choices, providers)),
+            "decode_graphs": graph_mode(config, device, spec.ops, choices, providers),
+        },
     )
     objections = [o for _, o in registry.collect("deepinfer_check_plan", plan=plan)]
     errors = [o.text for o in objections if o.severity == "error"]

@@ -27,6 +27,7 @@ from deepinfer_core.api import (
     Stream,
 )
 
+from .decode_graphs import DecodeGraphs
 from .device_state import DeviceState
 from .kv_cache import KVCache
 from .planner import StepPlan
@@ -88,6 +89,7 @@ class Runner:
         vocab_size: int,
         token_limit: int,
         extra_stages: Sequence[StageInfo] = (),
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.device = device
         self.stream = stream
@@ -98,6 +100,7 @@ class Runner:
         self.slots = slots
         self.vocab_size = vocab_size
         self.token_limit = token_limit
+        self.graphs = graphs
         self.state = DeviceState(device, slots.slots, vocab_size, extra_stages)
         self.sampler = Sampler(ops, stage_order(extra_stages))
         self.needs = SlotNeeds(slots.slots, vocab_size=vocab_size, pads=token_limit < vocab_size, extra=extra_stages)
@@ -146,15 +149,11 @@ class Runner:
         self.state.write(inputs.entering)
         if inputs.drafts is not None:
             self._write_drafts(inputs.drafts)
-        positions, row_requests = upload(inputs.positions), upload(inputs.row_requests)
         history = self.state.sampling.history
-        batch = ModelBatch(
-            token_ids=ops.input_ids.run(history, upload(inputs.row_slots), positions),
-            positions=positions,
-            layouts=self._layouts(inputs, positions, row_requests),
-            caches=self.layer_caches,
-        )
-        hidden = self.model.forward(batch, self.model.plan(batch))
+        if self.graphs is not None and self.graphs.takes(inputs):
+            hidden = self.graphs.run(inputs, history)
+        else:
+            hidden = self._forward(inputs, history)
         prompts = [self._prompt(hidden, p) for p in inputs.prompts]
         if len(inputs.sample_rows) == 0:
             return StepResult(sampled=None, prompts=prompts)
@@ -171,6 +170,18 @@ class Runner:
         sampled = self._sample(hidden, sampling, rows)
         ops.append_tokens.run(history, sampling.slots, sampling.positions, sampled.tokens)
         return StepResult(sampled=sampled, prompts=prompts)
+
+    def _forward(self, inputs: StepInputs, history: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]``."""
+        upload = self.device.upload
+        positions, row_requests = upload(inputs.positions), upload(inputs.row_requests)
+        batch = ModelBatch(
+            token_ids=self.ops.input_ids.run(history, upload(inputs.row_slots), positions),
+            positions=positions,
+            layouts=self._layouts(inputs, positions, row_requests),
+            caches=self.layer_caches,
+        )
+        return self.model.forward(batch, self.model.plan(batch))
 
     def _sample(self, hidden: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
         try:
