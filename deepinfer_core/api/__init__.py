@@ -18,6 +18,7 @@ from .device import (
     FallbackPolicy,
     Graph,
     MemoryInfo,
+    NoDevice,
     ProbeEnv,
     Stream,
 )
@@ -249,6 +250,7 @@ __all__ = [
     "ModelSpec",
     "MoeExchange",
     "MoeExchangeRequest",
+    "NoDevice",
     "Objection",
     "OpRequest",
     "PagedAttention",

@@ -66,6 +66,24 @@ class DeviceInfo:
     legacy_names: tuple[str, ...] = ()
 
 
+@attrs.frozen(kw_only=True)
+class NoDevice:
+    """Why a backend has no device to offer on this machine.
+
+    It is the answer to a user who asks for the backend by name, and ``explain`` lists it among the losers.
+
+    Attributes:
+        backend, legacy_names: as in :class:`DeviceInfo`.
+        reason: what is missing, one line (``"/dev/acme0 is there, driver 1.2 is older than 1.4"``).
+        fix: what to do or the command to check with, one line.
+    """
+
+    backend: str
+    reason: str
+    fix: str
+    legacy_names: tuple[str, ...] = ()
+
+
 @attrs.frozen
 class MemoryInfo:
     """Bytes, of the device the engine runs on."""

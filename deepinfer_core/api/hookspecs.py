@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pluggy
 
 from .commands import CommandInfo
-from .device import DeviceInfo, ProbeEnv
+from .device import DeviceInfo, NoDevice, ProbeEnv
 from .metrics import MetricsSinkInfo
 from .model import ModelInfo
 from .plan import EnginePlan, Objection, PluginInfo
@@ -35,8 +35,8 @@ def deepinfer_plugin() -> PluginInfo:  # type: ignore[empty-body]
 
 
 @hookspec
-def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:  # type: ignore[empty-body]
-    """Devices of yours on this machine; an empty sequence when there are none."""
+def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo | NoDevice]:  # type: ignore[empty-body]
+    """Devices of yours on this machine; when there are none, a :class:`NoDevice` that says why, or nothing."""
 
 
 @hookspec

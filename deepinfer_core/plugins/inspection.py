@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Mapping
-from types import FunctionType
+from types import FunctionType, UnionType
 from typing import Any
 
 import attrs
@@ -31,13 +31,20 @@ def hook_arguments(manager: pluggy.PluginManager) -> Mapping[str, tuple[str, ...
     return {name: tuple(hook.spec.argnames) for name, hook in sorted(callers.items()) if hook.spec is not None}
 
 
-def hook_record(hook: str) -> type | None:
-    """The record type a hook returns a sequence of, or None for hooks that return nothing."""
+def hook_record(hook: str) -> type | UnionType | None:
+    """The record types a hook returns a sequence of, or None for hooks that return nothing."""
     returned = typing.get_type_hints(getattr(hookspecs, hook))["return"]
     if returned is type(None) or returned is PluginInfo:
         return None
-    item: type = typing.get_args(returned)[0]
+    item: type | UnionType = typing.get_args(returned)[0]
     return item
+
+
+def record_name(record: type | UnionType) -> str:
+    """As errors write it."""
+    return (
+        record.__name__ if isinstance(record, type) else " or ".join(part.__name__ for part in typing.get_args(record))
+    )
 
 
 def check_implementations(manager: pluggy.PluginManager, plugin: object) -> None:

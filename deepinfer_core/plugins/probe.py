@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from deepinfer_core.api import DeviceError, DeviceInfo, Loser, PlanError, PluginError, ProbeEnv
+from deepinfer_core.api import DeviceError, DeviceInfo, Loser, NoDevice, PlanError, PluginError, ProbeEnv
 
 from .nearest import suggest
 from .registry import Registry
+
+Answer = TypeVar("Answer", DeviceInfo, NoDevice)
 
 VARIABLE = "DEEPINFER_ACCELERATOR"
 AUTO = "auto"
@@ -39,19 +41,21 @@ def choose_device(
         PluginError: the backend asked for is that of a broken plugin.
         PlanError: two backends are equally good; the text holds the line that decides.
     """
-    found = registry.collect("deepinfer_probe", env=ProbeEnv(environ=dict(environ), root=root))
+    answers = registry.collect("deepinfer_probe", env=ProbeEnv(environ=dict(environ), root=root))
+    found = [(plugin, answer) for plugin, answer in answers if isinstance(answer, DeviceInfo)]
+    absent = [(plugin, answer) for plugin, answer in answers if isinstance(answer, NoDevice)]
     wanted = accelerator if accelerator not in (None, "", AUTO) else None
     origin = "accelerator"
     if wanted is None and environ.get(VARIABLE, AUTO) not in ("", AUTO):
         wanted, origin = environ[VARIABLE], VARIABLE
     matching = found if wanted is None else _named(found, wanted, legacy=origin == VARIABLE)
     if not matching:
-        raise _no_device(registry, found, wanted, origin)
+        raise _no_device(registry, found, absent, wanted, origin)
     plugin, device = _best(matching)
-    return DeviceChoice(device, plugin, _losers(registry, found, plugin, device, wanted))
+    return DeviceChoice(device, plugin, _losers(registry, found, absent, plugin, device, wanted))
 
 
-def _named(found: list[tuple[str, DeviceInfo]], wanted: str, *, legacy: bool) -> list[tuple[str, DeviceInfo]]:
+def _named(found: list[tuple[str, Answer]], wanted: str, *, legacy: bool) -> list[tuple[str, Answer]]:
     exact = [(plugin, info) for plugin, info in found if wanted in (info.backend, f"{plugin}:{info.backend}")]
     if exact or not legacy:
         return exact
@@ -73,7 +77,12 @@ def _best(matching: list[tuple[str, DeviceInfo]]) -> tuple[str, DeviceInfo]:
 
 
 def _losers(
-    registry: Registry, found: list[tuple[str, DeviceInfo]], plugin: str, device: DeviceInfo, wanted: str | None
+    registry: Registry,
+    found: list[tuple[str, DeviceInfo]],
+    absent: list[tuple[str, NoDevice]],
+    plugin: str,
+    device: DeviceInfo,
+    wanted: str | None,
 ) -> tuple[Loser, ...]:
     losers = []
     for other, info in found:
@@ -85,7 +94,8 @@ def _losers(
         losers.append(
             Loser(provider=f"{other}:{info.backend}", reason=f"{reason}; {info.evidence}", score=info.priority)
         )
-    silent = set(registry.implementers("deepinfer_probe")) - {name for name, _ in found}
+    losers += [Loser(provider=f"{other}:{none.backend}", reason=f"{none.reason}; {none.fix}") for other, none in absent]
+    silent = set(registry.implementers("deepinfer_probe")) - {name for name, _ in found} - {name for name, _ in absent}
     failed = {f.name: f.cause for f in registry.failures}
     losers += [Loser(provider=name, reason=failed.get(name, "found no device")) for name in sorted(silent)]
     losers += [Loser(provider=name, reason=failed[name]) for name in sorted(set(failed) - set(registry.plugins))]
@@ -93,9 +103,15 @@ def _losers(
 
 
 def _no_device(
-    registry: Registry, found: list[tuple[str, DeviceInfo]], wanted: str | None, origin: str
+    registry: Registry,
+    found: list[tuple[str, DeviceInfo]],
+    absent: list[tuple[str, NoDevice]],
+    wanted: str | None,
+    origin: str,
 ) -> DeviceError | PluginError:
     broken = [str(f) for f in registry.failures if wanted is None or f.name == wanted.partition(":")[0]]
+    if wanted is not None and not broken and (asked := _named(absent, wanted, legacy=origin == VARIABLE)):
+        return DeviceError(f"{origin}={wanted!r}: " + "; ".join(f"{none.reason}; {none.fix}" for _, none in asked))
     silent = sorted(set(registry.implementers("deepinfer_probe")) - {name for name, _ in found})
     rest = f"; found no device: {', '.join(silent)}" if silent else ""
     if wanted is None:
@@ -103,4 +119,5 @@ def _no_device(
     if broken:
         return PluginError(f"{origin}={wanted!r}: {'; '.join(broken)}")
     rest += "".join(f"; {failure}" for failure in registry.failures)
-    return DeviceError(f"{origin}={wanted!r}: no such device{suggest(wanted, [i.backend for _, i in found])}{rest}")
+    names = [info.backend for _, info in found] + [none.backend for _, none in absent]
+    return DeviceError(f"{origin}={wanted!r}: no such device{suggest(wanted, names)}{rest}")

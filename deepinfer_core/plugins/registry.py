@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ import pluggy
 from deepinfer_core.api import CommandInfo, LazyRef, PluginError, PluginInfo, PluginRecord, Provider
 
 from .failure import Failure, cause_line, full_traceback
-from .inspection import hook_arguments, hook_record, new_manager
+from .inspection import hook_arguments, hook_record, new_manager, record_name
 
 _FAMILY = {"deepinfer_runner_ops": "runner", "deepinfer_moe_communication": "moe"}
 """Operator family of a hook whose name does not say it."""
@@ -192,12 +192,12 @@ def _named(hook: str, error: BaseException) -> BaseException:
     return named
 
 
-def _checked(hook: str, record: type, answer: object) -> Sequence[Any]:
+def _checked(hook: str, record: type | UnionType, answer: object) -> Sequence[Any]:
     if not isinstance(answer, Sequence) or isinstance(answer, str | bytes):
-        raise TypeError(f"returned {answer!r}; expected a sequence of {record.__name__}")
+        raise TypeError(f"returned {answer!r}; expected a sequence of {record_name(record)}")
     for item in answer:
         if not isinstance(item, record):
-            raise TypeError(f"returned a sequence with {item!r}; expected {record.__name__}")
+            raise TypeError(f"returned a sequence with {item!r}; expected {record_name(record)}")
         if isinstance(item, Provider):
             _check_provider(hook, item)
         elif isinstance(item, CommandInfo) and not isinstance(item.command, LazyRef):

@@ -165,3 +165,37 @@ def test_probes_see_the_environment_and_root_they_are_given(site: Site) -> None:
     """
     site.install("acme", good("acme", body))
     assert choose_device(site.load(), None, {"SEEN": "yes"}, root="/r/").device.evidence == "/r/yes"
+
+
+ABSENT = """
+@hookimpl
+def deepinfer_probe(env):
+    from deepinfer_core.api import NoDevice
+    return [NoDevice(backend="cart", reason="no /dev/cart0", fix="check: ls /dev/cart*", legacy_names=("oldcart",))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "environ"), [("cart", {}), (None, {"DEEPINFER_ACCELERATOR": "cart"}), ("wagon:cart", {})]
+)
+def test_who_asks_for_an_absent_device_reads_why_and_what_to_do(
+    machine: Site, accelerator: str | None, environ: dict[str, str]
+) -> None:
+    machine.install("wagon", good("wagon", ABSENT))
+    with pytest.raises(DeviceError, match=r"='(wagon:)?cart': no /dev/cart0; check: ls /dev/cart\*$"):
+        choose(machine, accelerator, **environ)
+
+
+def test_an_original_name_of_an_absent_device_says_why_too(machine: Site) -> None:
+    machine.install("wagon", good("wagon", ABSENT))
+    with pytest.raises(DeviceError, match="DEEPINFER_ACCELERATOR='oldcart': no /dev/cart0"):
+        choose(machine, None, DEEPINFER_ACCELERATOR="oldcart")
+
+
+def test_an_absent_device_is_a_loser_with_its_reason_and_never_chosen(machine: Site) -> None:
+    machine.install("wagon", good("wagon", ABSENT))
+    device, _, losers = choose(machine, None)
+    assert device.backend == "acme"
+    assert [loser.reason for loser in losers if loser.provider == "wagon:cart"] == [
+        "no /dev/cart0; check: ls /dev/cart*"
+    ]
