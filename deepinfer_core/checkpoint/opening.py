@@ -15,7 +15,7 @@ from .gguf_config import config_from_gguf
 from .gguf_file import GGUFFile, GGUFMetadata
 from .gguf_source import GGUFSource
 from .json_files import read_json_object, read_optional_json_object
-from .named import NAMED, find_packaged
+from .named import NAMED, find_installed, find_packaged, names
 from .safetensors_source import INDEX_NAME, find_safetensors, open_safetensors
 
 
@@ -58,14 +58,13 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
     Args:
         model: a directory with config.json and safetensors files (one, sharded with an index, or any), a directory
-            that holds one GGUF file, a GGUF file, or a name from ``checkpoint.named`` (``"demo"``). A name wins over
-            a directory called the same; write ``./demo`` for the directory.
+            that holds one GGUF file, a GGUF file, or a name from ``checkpoint.named``: ``"demo"``, or that of an
+            installed distribution. A name wins over a directory called the same; write ``./demo`` for the directory.
 
     Raises:
         CheckpointError: nothing is there, a file is missing or damaged. Names the file and what was expected.
     """
-    packaged = NAMED.get(model) if isinstance(model, str) else None
-    path = find_packaged(str(model), packaged) if packaged else Path(model).expanduser()
+    path = (_named(model) if isinstance(model, str) else None) or Path(model).expanduser()
     if path.is_dir():
         return _open_directory(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -73,8 +72,16 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if path.is_file():
         raise CheckpointError(f"{path}: expected a directory or a .gguf file")
     raise CheckpointError(
-        f"{path}: no such file or directory; give a local path or one of these names: {', '.join(NAMED)}"
+        f"{path}: no such file or directory; give a local path or one of these names: {', '.join(names())}"
     )
+
+
+def _named(model: str) -> Path | None:
+    """Where the checkpoint of this name lies, None for a path."""
+    packaged = NAMED.get(model)
+    if packaged:
+        return find_packaged(model, packaged)
+    return None if "/" in model else find_installed(model)
 
 
 def _open_directory(directory: Path) -> Checkpoint:

@@ -41,7 +41,7 @@ def _with_model(config: EngineConfig, model: str) -> dict[str, Any]:
         planned = make_plan(config, checkpoint)
     plan = planned.plan
     return {
-        **explain_engine(plan, config),
+        **explain_engine(plan, planned.config),
         "facts": {
             "model": str(checkpoint.path),
             "architecture": planned.spec.architecture,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def inspect(options: EngineOptions, checkpoint: str, context: int | None, batch: int, as_json: bool) -> None:
     """Show what a checkpoint holds and what memory it needs.
 
-    CHECKPOINT is a directory, a GGUF file, or 'demo'.
+    CHECKPOINT is a directory, a GGUF file, or a name: 'demo', or one of an installed package.
     """
     from deepinfer_core.checkpoint import open_checkpoint, summarise
 
@@ -59,7 +59,7 @@ def _needs(config: EngineConfig, checkpoint: Checkpoint, context: int | None, ba
     if context is not None and context > spec.max_model_len:
         raise InvalidRequestError(f"--context {context}: the limit here is {spec.max_model_len} tokens")
     tokens = context or spec.max_model_len
-    groups = cache_needs(spec, block_size=config.kv_cache.block_size, context=tokens, batch=batch)
+    groups = cache_needs(spec, block_size=planned.config.kv_cache.block_size, context=tokens, batch=batch)
     weights = weight_bytes(spec, checkpoint.weights, packed_slots(planned))
     return {
         "runs": True,
@@ -68,7 +68,7 @@ def _needs(config: EngineConfig, checkpoint: Checkpoint, context: int | None, ba
         "hidden_size": spec.hidden_size,
         "vocab_size": spec.vocab_size,
         "max_model_len": spec.max_model_len,
-        "block_size": config.kv_cache.block_size,
+        "block_size": planned.config.kv_cache.block_size,
         "context": tokens,
         "batch": batch,
         "cache_bytes_per_token": sum(group.bytes_per_token for group in groups),

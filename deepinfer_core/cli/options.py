@@ -48,7 +48,9 @@ class EngineOptions:
 
 
 _ENGINE = (
-    click.option("--model", metavar="PATH", help="Checkpoint directory, GGUF file, or 'demo'."),
+    click.option(
+        "--model", metavar="PATH", help="Checkpoint directory, GGUF file, 'demo', or a package's name for one."
+    ),
     click.option("--accelerator", metavar="NAME", help="Backend to run on; 'auto' takes the best one present."),
     click.option("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16."),
 )

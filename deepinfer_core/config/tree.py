@@ -16,7 +16,8 @@ class ModelConfig:
 
     path: str | None = setting(
         None,
-        help="Checkpoint: a directory in Hugging Face form, a GGUF file, or `demo`. Needed to run a model.",
+        help="Checkpoint: a directory in Hugging Face form, a GGUF file, or a name: `demo`, or one that an installed "
+        "package gives. Needed to run a model.",
         check=not_empty(),
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -43,7 +44,11 @@ class KVCacheConfig:
     """Memory of past tokens."""
 
     block_size: int = setting(
-        16, help="Tokens of one cache block; a multiple of the model's alignment.", unit="tokens", check=at_least(1)
+        16,
+        help="Tokens of one cache block; a multiple of the model's alignment. Left alone, it becomes the smallest "
+        "multiple of 16 that is one.",
+        unit="tokens",
+        check=at_least(1),
     )
     num_blocks: int | None = setting(
         None, help="Blocks in the pool. None: as many as `memory_fraction` allows.", unit="blocks", check=at_least(2)

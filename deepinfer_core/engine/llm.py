@@ -35,7 +35,8 @@ class LLM:
     """A model, loaded and ready. A context manager; otherwise call :meth:`close`.
 
     Args:
-        model: a directory in Hugging Face form, a GGUF file, or ``"demo"``.
+        model: a directory in Hugging Face form, a GGUF file, or a name: ``"demo"``, or one that an
+            installed package gives.
         accelerator: backend name; ``"auto"`` takes the one with the highest priority whose device is present.
         dtype: compute dtype name; ``"auto"`` lets the device decide.
         config: an EngineConfig, a nested mapping, or the path of a TOML file.

@@ -48,6 +48,7 @@ from deepinfer_core.plugins import (
     resolve,
 )
 
+from .block_size import fit_block_size
 from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, loop_mode, sampling_demands
 from .runner import runner_requests
@@ -141,6 +142,10 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     chosen = pick_device(config, registry, environ)
     device: Device = chosen.device.provider.load()(chosen.device)
     definition, spec = describe_model(config, checkpoint, registry, device)
+    fitted = fit_block_size(config, spec)
+    if fitted is not config:
+        config = fitted
+        spec = describe_model(config, checkpoint, registry, device)[1]
     providers = [item for hook in PROVIDER_HOOKS for item in registry.collect(hook, device=chosen.device)]
     stages = _extra_stages(registry)
     requests = {
@@ -212,11 +217,6 @@ def describe_model(
         qdq=config.model.qdq,
     )
     spec = definition.describe(checkpoint.config, options)
-    if config.kv_cache.block_size % spec.block_alignment:
-        raise ConfigError(
-            f"kv_cache.block_size={config.kv_cache.block_size}: {spec.architecture} needs a multiple of "
-            f"{spec.block_alignment}"
-        )
     if config.model.max_model_len is not None and config.model.max_model_len > spec.max_model_len:
         raise ConfigError(
             f"model.max_model_len={config.model.max_model_len}: the checkpoint supports {spec.max_model_len} tokens"

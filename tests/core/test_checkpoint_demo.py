@@ -92,3 +92,49 @@ def test_it_knows_the_capital_of_france(demo: Checkpoint) -> None:
     answer = output[0, ids.shape[1] :].tolist()
     assert answer[-1] in tokenizer.eos_token_ids
     assert tokenizer.decode(answer) == "The capital of France is Paris."
+
+
+def install(root: Path, distribution: str, value: str) -> None:
+    """A distribution that names a checkpoint ``mine``."""
+    info = root / f"{distribution}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{named.GROUP}]\nmine = {value}\n")
+
+
+def test_an_installed_distribution_names_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "names_mine.py").write_text(f"from pathlib import Path\nHERE = Path({str(tmp_path)!r}) / 'model'\n")
+    (tmp_path / "model").mkdir()
+    install(tmp_path, "names-mine", "names_mine:HERE")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no such file.*demo.*mine"):
+        open_checkpoint("neither")
+    assert "names_mine" not in sys.modules
+    with pytest.raises(CheckpointError, match=r"model: config\.json is missing"):
+        open_checkpoint("mine")
+    with pytest.raises(CheckpointError, match="no such file"):
+        open_checkpoint("./mine")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("no_such_module_here:X", "'mine', of broken.*ModuleNotFoundError"),
+        ("json:dumps", "expected a path, found function"),
+    ],
+)
+def test_a_broken_name_names_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, wanted: str
+) -> None:
+    install(tmp_path, "broken", value)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CheckpointError, match=wanted):
+        open_checkpoint("mine")
+
+
+def test_a_name_of_two_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "first", "json:__file__")
+    install(tmp_path, "second", "json:__file__")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CheckpointError, match=r"several distributions.*first.*second"):
+        open_checkpoint("mine")
