@@ -1,0 +1,267 @@
+"""The kernels of ``attention.paged``: one for all rows, one to put split contexts together.
+
+A program takes a *tile*, some neighbouring rows of one request with the query heads that share a key head, and a
+*chunk* of the context that they see. Keys and values are read where they lie, BLOCK_N tokens at a time, through the
+block table; softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32, by powers of two.
+
+Floor of decode: bytes, 2·KV·D elements for each token of context, read once for all heads that share them. Floor of
+a prompt: operations, 2·H·D multiply-adds for each pair of positions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tile_of(tiles, positions, tile, IDENTITY: tl.constexpr):
+    """Request, first row, number of rows, first and last position of a tile ``[3]`` int32."""
+    if IDENTITY:
+        request = tile
+        first = tile
+        count = 1
+    else:
+        request = tl.load(tiles + 3 * tile)
+        first = tl.load(tiles + 3 * tile + 1)
+        count = tl.load(tiles + 3 * tile + 2)
+    start = tl.load(positions + first).to(tl.int32)
+    last = tl.load(positions + first + count - 1).to(tl.int32)
+    return request, first, count, start, last
+
+
+@triton.jit
+def chunks_of(start, last, chunk, splits, FIXED: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr):
+    """First position read, tokens a chunk, and number of chunks. FIXED: chunks begin at multiples of ``chunk``."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0)
+    size = chunk
+    if FIXED:
+        begin = begin // chunk * chunk
+    else:
+        begin = begin // N * N
+        size = tl.maximum(chunk, tl.cdiv(tl.cdiv(last + 1 - begin, splits), N) * N)
+    return begin, size, tl.cdiv(last + 1 - begin, size)
+
+
+@triton.jit
+def attend(
+    acc,
+    top,
+    total,
+    queries,
+    position,
+    key_cache,
+    value_cache,
+    table,
+    low,
+    high,
+    lowest,
+    end,
+    scale,
+    softcap,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over the cached tokens ``low..high``, a multiple of BLOCK_N apart."""
+    channel = tl.arange(0, HEAD_DIM)
+    for n in range(low, high, BLOCK_N):
+        token = n + tl.arange(0, BLOCK_N)
+        if MASKED:
+            real = (token >= lowest) & (token < end)
+            block = tl.load(table + token // BLOCK_SIZE, mask=real, other=0)
+        else:
+            block = tl.load(table + token // BLOCK_SIZE)
+        cached = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        place = cached[:, None] + channel[None, :]
+        if MASKED:
+            keys = tl.load(key_cache + place, mask=real[:, None], other=0.0)
+        else:
+            keys = tl.load(key_cache + place)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
+        else:
+            scores = scores * (scale * LOG2E)
+        if MASKED:
+            seen = token[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (token[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, axis=1)
+        if MASKED:
+            values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
+        else:
+            values = tl.load(value_cache + place)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])
+def attention_kernel(
+    query,
+    key_cache,
+    value_cache,
+    out,
+    partial,
+    partial_lse,
+    sinks,
+    table,
+    positions,
+    tiles,
+    query_stride_t,
+    query_stride_h,
+    table_stride,
+    scale,
+    softcap,
+    chunk,
+    most_chunks,
+    splits,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (tiles, kv_heads, splits). TOKENS rows a tile at most, TOKENS * group <= BLOCK_M.
+
+    The result is written, or under SPLIT ``partial [tiles, kv_heads, TOKENS * group,
+    most_chunks, HEAD_DIM]`` float32 and its logarithms of sums, base 2.
+    """
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request, first, count, start, last = tile_of(tiles, positions, tile, IDENTITY)
+    begin, size, chunks = chunks_of(start, last, chunk, splits, FIXED, WINDOW, BLOCK_N)
+    member = tl.arange(0, BLOCK_M)
+    token = member // GROUP
+    head = kv_head * GROUP + member % GROUP
+    live = token < count
+    channel = tl.arange(0, HEAD_DIM)
+    position = start + token
+    row = (first + token).to(tl.int64)
+    source = query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :]
+    queries = tl.load(source, mask=live[:, None], other=0.0)
+    end = last + 1
+    lowest = 0
+    if WINDOW > 0:
+        lowest = start - WINDOW + 1
+    blocks = table + request.to(tl.int64) * table_stride
+    for number in range(tl.program_id(2), chunks, splits):
+        low = begin + number * size
+        high = tl.minimum(low + size, end)
+        acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        if not FIXED and WINDOW == 0:
+            # Tokens that every row of the tile sees need no mask. Fixed chunks keep to one sequence of instructions.
+            whole = tl.maximum(low, tl.minimum(high, (start + 1) // BLOCK_N * BLOCK_N))
+            acc, top, total = attend(
+                acc, top, total, queries, position, key_cache, value_cache, blocks, low, whole, lowest, end, scale,
+                softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, False, PRECISION,
+            )  # fmt: skip
+            low = whole
+        acc, top, total = attend(
+            acc, top, total, queries, position, key_cache, value_cache, blocks, low, high, lowest, end, scale,
+            softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, PRECISION,
+        )  # fmt: skip
+        if not SPLIT:
+            if SINKS:
+                sink = tl.load(sinks + head) * LOG2E
+                higher = tl.maximum(top, sink)
+                acc = acc * tl.exp2(top - higher)[:, None]
+                total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+            result = (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+            target = out + ((row * Q_HEADS + head) * HEAD_DIM)[:, None] + channel[None, :]
+            tl.store(target, result, mask=live[:, None])
+        else:
+            safe = tl.where(total > 0.0, total, 1.0)
+            member_row = (tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member
+            place = member_row * most_chunks + number
+            tl.store(partial + place[:, None] * HEAD_DIM + channel[None, :], acc / safe[:, None], mask=live[:, None])
+            lse = tl.where(total > 0.0, top + tl.log2(safe), float("-inf"))
+            tl.store(partial_lse + place, lse, mask=live)
+
+
+@triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])
+def combine_kernel(
+    partial,
+    partial_lse,
+    out,
+    sinks,
+    positions,
+    tiles,
+    chunk,
+    most_chunks,
+    splits,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Grid (tiles, kv_heads * TOKENS * group): the chunks of one row and head, in order, TOGETHER at a time."""
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // (TOKENS * GROUP)
+    member = tl.program_id(1) % (TOKENS * GROUP)
+    request, first, count, start, last = tile_of(tiles, positions, tile, IDENTITY)
+    token = member // GROUP
+    if token < count:
+        begin, size, chunks = chunks_of(start, last, chunk, splits, FIXED, WINDOW, BLOCK_N)
+        head = kv_head * GROUP + member % GROUP
+        channel = tl.arange(0, HEAD_DIM)
+        base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member) * most_chunks
+        top = float("-inf")
+        total = 0.0
+        acc = tl.zeros((HEAD_DIM,), tl.float32)
+        for number in range(0, chunks, TOGETHER):
+            part = number + tl.arange(0, TOGETHER)
+            real = part < chunks
+            lse = tl.load(partial_lse + base + part, mask=real, other=float("-inf"))
+            values = tl.load(
+                partial + (base + part)[:, None] * HEAD_DIM + channel[None, :], mask=real[:, None], other=0.0
+            )
+            higher = tl.maximum(top, tl.max(lse, axis=0))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(lse - safe)
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(weights, axis=0)
+            acc = acc * shrink + tl.sum(weights[:, None] * values, axis=0)
+            top = higher
+        if SINKS:
+            sink = tl.load(sinks + head) * LOG2E
+            higher = tl.maximum(top, sink)
+            acc = acc * tl.exp2(top - higher)
+            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+        target = out + ((first + token).to(tl.int64) * Q_HEADS + head) * HEAD_DIM + channel
+        tl.store(target, (acc / total).to(out.dtype.element_ty))

@@ -1,0 +1,143 @@
+"""Matrix products with few rows: the weight is read once, in long pipelined loads, and that is all the time it takes.
+
+The tile is turned over: weight rows are the matrix unit's rows (64 of them feed ``wgmma`` or ``tcgen05``) and the
+step's rows its columns, so that 1 to 64 rows cost one reading of the weight. Long products are split over K; the
+program that arrives last adds the parts in order, so that results do not depend on who that was.
+
+Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operations beyond.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    arrived,
+    M,
+    N,
+    K,
+    x_stride,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (ceil(N / BLOCK_N), SPLITS, ceil(M / BLOCK_M)). ``weight [N, K]``, ``x [M, K]``, ``out [M, N]``.
+
+    ``partial [SPLITS, M, N]`` float32; ``arrived`` int32, a zero for each tile of ``out``, zero again afterwards.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    low = split * steps * BLOCK_K
+    high = tl.minimum(low + steps * BLOCK_K, K)
+    weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
+    inputs = x + row[None, :] * x_stride + inner[:, None]
+    column_mask = column < N
+    row_mask = row < M
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(low, high, BLOCK_K):
+        if EVEN_K:
+            if EVEN_N:
+                left = tl.load(weights + k)
+            else:
+                left = tl.load(weights + k, mask=column_mask[:, None], other=0.0)
+            right = tl.load(inputs + k, mask=row_mask[None, :], other=0.0)
+        else:
+            inside = k + inner < K
+            left = tl.load(weights + k, mask=column_mask[:, None] & inside[None, :], other=0.0)
+            right = tl.load(inputs + k, mask=row_mask[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    place = row[None, :].to(tl.int64) * N + column[:, None]
+    mask = column_mask[:, None] & row_mask[None, :]
+    if SPLITS > 1:
+        size = M.to(tl.int64) * N
+        tl.store(partial + split * size + place, acc, mask=mask)
+        counter = arrived + tl.program_id(2) * tl.num_programs(0) + tile
+        tl.debug_barrier()  # every thread's part is written before one thread says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in range(SPLITS):
+                acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
+            if BIAS:
+                acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
+            tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+            tl.store(counter, 0)
+    else:
+        if BIAS:
+            acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@attrs.frozen(kw_only=True)
+class Tile:
+    """One way to run the kernel."""
+
+    block_n: int
+    block_m: int
+    block_k: int
+    splits: int
+    stages: int
+    warps: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the pipeline's buffers, at two bytes an element."""
+        return 2 * self.block_k * (self.block_n + self.block_m) * self.stages
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile,
+    arrived: torch.Tensor,
+) -> None:
+    """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``; ``arrived`` holds a zero for each tile of out."""
+    rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
+    partial = out
+    if tile.splits > 1:
+        partial = torch.empty((tile.splits, rows, columns), dtype=torch.float32, device=x.device)
+    grid: Any = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
+    few_rows_kernel[grid](
+        x,
+        weight,
+        out if bias is None else bias,
+        out,
+        partial,
+        arrived,
+        rows,
+        columns,
+        inner,
+        x.stride(0),
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        BLOCK_K=tile.block_k,
+        SPLITS=tile.splits,
+        EVEN_N=columns % tile.block_n == 0,
+        EVEN_K=inner % (tile.block_k * tile.splits) == 0,
+        BIAS=bias is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,32 @@
+"""``top_k``: the k best tokens of a row stay. See :mod:`.cutoff`."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_core.api import BuildContext, SamplingBatch, SamplingRequest
+
+from .cutoff import BLOCK, cutoff_kernel
+
+
+class TopK:
+    """Keeps exactly the ``top_k`` best, score descending, then id ascending; below 1 or above V is off."""
+
+    def __init__(self, request: SamplingRequest, context: BuildContext) -> None:
+        pass
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """``[N, V]`` float32, changed in place."""
+        rows, vocab_size = logits.shape
+        if rows:
+            cutoff_kernel[(rows,)](
+                logits,
+                batch.slots,
+                batch.state.top_k,
+                vocab_size,
+                logits.stride(0),
+                MASS=False,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
+        return logits

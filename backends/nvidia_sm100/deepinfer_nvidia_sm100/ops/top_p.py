@@ -1,0 +1,32 @@
+"""``top_p``: the fewest best tokens that together reach a probability stay. See :mod:`.cutoff`."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_core.api import BuildContext, SamplingBatch, SamplingRequest
+
+from .cutoff import BLOCK, cutoff_kernel
+
+
+class TopP:
+    """Keeps a token iff the probability of all better ones is below ``top_p``; the best always stays."""
+
+    def __init__(self, request: SamplingRequest, context: BuildContext) -> None:
+        pass
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """``[N, V]`` float32, changed in place. Probabilities in float32, their sums in float64."""
+        rows, vocab_size = logits.shape
+        if rows:
+            cutoff_kernel[(rows,)](
+                logits,
+                batch.slots,
+                batch.state.top_p,
+                vocab_size,
+                logits.stride(0),
+                MASS=True,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
+        return logits

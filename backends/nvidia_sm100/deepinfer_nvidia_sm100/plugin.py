@@ -1,0 +1,193 @@
+"""What this backend declares. Imports no torch and opens no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepinfer_core.api import (
+    AppendTokensRequest,
+    DeviceInfo,
+    EmbeddingRequest,
+    InputIdsRequest,
+    KVLayoutRequest,
+    LazyRef,
+    LinearRequest,
+    PagedAttentionRequest,
+    PluginInfo,
+    ProbeEnv,
+    Provider,
+    RmsNormRequest,
+    RopeRequest,
+    SamplingRequest,
+    SlotMappingRequest,
+    Supports,
+    SwigluRequest,
+    WriteKVRequest,
+    hookimpl,
+    no,
+    yes,
+)
+
+from .probe import BACKEND, find
+
+SCORE = 300
+"""Of this package's own kernels; a plugin with a faster one says more."""
+CAPS = frozenset({"deterministic", "spec_verify", "graph_capture"})
+ROW_CAPS = CAPS | {"batch_invariant"}
+"""Of operators that treat every row alone, by the same instructions whatever stands beside it."""
+STATE_CAPS = ROW_CAPS | {"device_state"}
+KV_CAPS = frozenset({"kv_layout:paged"})
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@hookimpl
+def deepinfer_plugin() -> PluginInfo:
+    return PluginInfo(name="nvidia_sm100", help="NVIDIA GPUs of compute capability 9.0 and 10.x")
+
+
+@hookimpl
+def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
+    return find(env).devices
+
+
+def _provider(
+    name: str, op: str, target: str, caps: frozenset[str], supports: Callable[[Any], Supports] | None = None
+) -> Provider:
+    build = LazyRef(f"deepinfer_nvidia_sm100.ops.{target}")
+    return Provider(name=name, op=op, build=build, caps=caps, supports=supports or _floats)
+
+
+def _floats(request: Any) -> Supports:
+    """Yes on a GPU when dtype, and cache_dtype where there is one, are floats that Triton computes with."""
+    if request.device_type != "cuda":
+        return no(f"runs on cuda, not {request.device_type}")
+    for field in ("dtype", "cache_dtype"):
+        value = getattr(request, field, "float32")
+        if value not in DTYPES:
+            return no(f"{field} {value}: expected one of {', '.join(DTYPES)}")
+    return yes(SCORE)
+
+
+def _norm(request: RmsNormRequest) -> Supports:
+    if request.hidden > 65536:
+        return no(f"hidden {request.hidden}: keeps a whole row in registers, up to 65536")
+    return _floats(request)
+
+
+def _rope(request: RopeRequest) -> Supports:
+    if request.interleaved or request.trailing:
+        return no("rotates halves of the first channels only")
+    return _floats(request)
+
+
+def _swiglu(request: SwigluRequest) -> Supports:
+    return _floats(request)
+
+
+def _embedding(request: EmbeddingRequest) -> Supports:
+    return _floats(request)
+
+
+def _heads(head_dim: int, dtype: str, cache_dtype: str) -> Supports | None:
+    if head_dim not in (16, 32, 64, 128, 256):
+        return no(f"head_dim {head_dim}: expected 16, 32, 64, 128 or 256")
+    if dtype != cache_dtype:
+        return no(f"cache_dtype {cache_dtype} is not dtype {dtype}")
+    return None
+
+
+def _write_kv(request: WriteKVRequest) -> Supports:
+    return _floats(request)
+
+
+def _paged(request: PagedAttentionRequest) -> Supports:
+    return _heads(request.head_dim, request.dtype, request.cache_dtype) or _floats(request)
+
+
+def _linear(request: LinearRequest) -> Supports:
+    if request.weight_dtype.startswith(("fp8:", "fp4:")):
+        return no(f"multiplies plain weights, not {request.weight_dtype}")
+    if request.out_dtype not in (request.dtype, "float32"):
+        return no(f"out_dtype {request.out_dtype}: expected {request.dtype} or float32")
+    return _floats(request)
+
+
+def _invariant_linear(request: LinearRequest) -> Supports:
+    verdict = _linear(request)
+    return yes(SCORE - 100, "the same tiles for every number of rows") if verdict else verdict
+
+
+@hookimpl
+def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [
+        _provider("write_kv", WriteKVRequest.op, "write_kv:WriteKV", ROW_CAPS | KV_CAPS, _write_kv),
+        _provider("paged_attention", PagedAttentionRequest.op, "paged_attention:Paged", ROW_CAPS | KV_CAPS, _paged),
+    ]
+
+
+@hookimpl
+def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [
+        _provider("linear", LinearRequest.op, "linear:Linear", CAPS, _linear),
+        _provider("fixed_tile_linear", LinearRequest.op, "linear:FixedTileLinear", ROW_CAPS, _invariant_linear),
+    ]
+
+
+@hookimpl
+def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [
+        _provider("rms_norm", RmsNormRequest.op, "rms_norm:RmsNorm", ROW_CAPS, _norm),
+        _provider("rope", RopeRequest.op, "rope:Rope", ROW_CAPS, _rope),
+        _provider("swiglu", SwigluRequest.op, "swiglu:Swiglu", ROW_CAPS, _swiglu),
+        _provider("embedding", EmbeddingRequest.op, "embedding:Embedding", ROW_CAPS, _embedding),
+    ]
+
+
+@hookimpl
+def deepinfer_kv_layout(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    # The same memory as the reference's layout of this name, so that its operators can read it too.
+    return [_provider("paged", KVLayoutRequest.op, "kv_layout:paged_layout", ROW_CAPS)]
+
+
+def _stage(stage: str, target: str) -> Provider:
+    def supports(request: SamplingRequest) -> Supports:
+        return _floats(request) if request.stage == stage else no(f"serves stage {stage!r}, not {request.stage!r}")
+
+    return _provider(stage, SamplingRequest.op, target, STATE_CAPS, supports)
+
+
+@hookimpl
+def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [
+        _stage("mask", "mask:Mask"),
+        _stage("bias", "bias:Bias"),
+        _stage("penalties", "penalties:Penalties"),
+        _stage("temperature", "temperature:Temperature"),
+        _stage("min_p", "temperature:MinP"),
+        _stage("top_k", "top_k:TopK"),
+        _stage("top_p", "top_p:TopP"),
+        _stage("draw", "draw:Draw"),
+        _stage("logprobs", "logprobs:Logprobs"),
+    ]
+
+
+@hookimpl
+def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [
+        _provider("input_ids", InputIdsRequest.op, "runner_ops:InputIds", STATE_CAPS),
+        _provider("slot_mapping", SlotMappingRequest.op, "runner_ops:SlotMapping", STATE_CAPS),
+        _provider("append_tokens", AppendTokensRequest.op, "runner_ops:AppendTokens", STATE_CAPS),
+    ]

@@ -1,0 +1,45 @@
+"""What was measured to be fastest, by architecture: one JSON file each, made by ``deepinfer tune``.
+
+``linear`` maps ``"NxK"`` to a list of ``[most rows, tile]`` in ascending order, where tile is null for cuBLAS, or
+``[block_n, block_m, block_k, splits, stages, warps]``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from .ops.few_rows import Tile
+
+FOLDER = Path(__file__).with_name("tuned")
+
+
+def architecture(device: torch.device) -> str:
+    """``"sm_90"``, or ``"none"`` off the GPU."""
+    if device.type != "cuda":
+        return "none"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def table(arch: str) -> dict[str, Any]:
+    """The package's table; empty for an architecture that was not measured."""
+    path = FOLDER / f"{arch}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"linear": {}}
+    return found
+
+
+def linear_tile(device: torch.device, out_features: int, in_features: int, rows: int) -> Tile | Literal["thumb"] | None:
+    """The tile for this product; None where cuBLAS was faster; ``"thumb"`` where nothing was measured."""
+    for most, numbers in table(architecture(device))["linear"].get(f"{out_features}x{in_features}", ()):
+        if rows <= most:
+            return None if numbers is None else Tile(**dict(zip(TILE_FIELDS, numbers, strict=True)))
+    return "thumb"
+
+
+TILE_FIELDS = ("block_n", "block_m", "block_k", "splits", "stages", "warps")

@@ -1,0 +1,96 @@
+"""Linear layers against float64, for every number of rows that changes the way they are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
+from deepinfer_nvidia_sm100.ops.linear import thumb
+from gpu_support import DEVICE, DTYPES, here, operator, same_bits
+
+from deepinfer_core.api import LinearRequest
+
+ROWS = (0, 1, 2, 17, 33, 64, 65, 130)
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
+
+
+def tensors(rows: int, out: int, inner: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(rows + out)
+    kind = getattr(torch, dtype)
+    return (
+        torch.randn(rows, inner, generator=made).to(kind),
+        (torch.randn(out, inner, generator=made) / inner**0.5).to(kind),
+        torch.randn(out, generator=made).to(kind),
+    )
+
+
+def request(out: int, inner: int, dtype: str, **changes: Any) -> LinearRequest:
+    fields = {"in_features": inner, "out_features": out, "dtype": dtype, "out_dtype": dtype, "weight_dtype": dtype}
+    return LinearRequest(**(fields | changes))
+
+
+def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: str) -> None:
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["linear", "fixed_tile_linear"])
+def test_every_number_of_rows(name: str, bias: bool, dtype: str) -> None:
+    out, inner = 200, 320
+    op = operator(request(out, inner, dtype, bias=bias), name)
+    for rows in ROWS:
+        x, weight, shift = tensors(rows, out, inner, dtype)
+        packed = op.prepare([weight[:30], weight[30:]], shift if bias else None)
+        found = op.run(here(x), packed)
+        assert found.dtype == x.dtype
+        check(found, x, weight, shift if bias else None, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_not_rounded_to_the_weights_type(dtype: str) -> None:
+    op = operator(request(100, 64, dtype, out_dtype="float32"))
+    for rows in (1, 20, 100):
+        x, weight, _ = tensors(rows, 100, 64, dtype)
+        found = op.run(here(x), op.prepare([weight]))
+        assert found.dtype == torch.float32
+        check(found, x, weight, None, "float32")
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize(("out", "inner"), [(64, 256), (100, 300)])
+def test_parts_of_a_long_product_are_added(splits: int, out: int, inner: int) -> None:
+    dtype = DTYPES[-1]
+    x, weight, bias = tensors(5, out, inner, dtype)
+    arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    tile = Tile(block_n=32, block_m=16, block_k=32, splits=splits, stages=2, warps=4)
+    results = []
+    for _ in range(3):
+        found = torch.full((5, out), float("nan"), dtype=x.dtype, device=DEVICE)
+        launch(here(x), here(weight), here(bias), found, tile, arrived)
+        check(found, x, weight, bias, dtype)
+        results.append(found)
+    assert all(torch.equal(results[0], other) for other in results)
+    assert not arrived.any()
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
+    out, inner = 96, 640
+    dtype = DTYPES[-1]
+    op = operator(request(out, inner, dtype, demands=frozenset({"batch_invariant"})))
+    x, weight, _ = tensors(130, out, inner, dtype)
+    packed = op.prepare([weight])
+    whole = op.run(here(x), packed)
+    for first, last in ((0, 1), (7, 9), (60, 130), (129, 130)):
+        same_bits(op.run(here(x)[first:last].clone(), packed), whole[first:last])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+@pytest.mark.parametrize("shape", [(2560, 9728), (151936, 2560), (100, 77)])
+def test_the_rule_of_thumb_fits_the_chip(shape: tuple[int, int], rows: int) -> None:
+    tile = thumb(*shape, rows)
+    assert tile.block_m >= min(rows, 64)
+    assert tile.shared_bytes <= 200_000
