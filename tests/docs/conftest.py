@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_support import DISTRIBUTIONS, EXAMPLES, ROOT, Script, install, write_tiny
+from docs_support import DISTRIBUTIONS, EXAMPLES, ROOT, Script, install
+from toys.tiny_llama import write_tiny
 
 
 @pytest.fixture(scope="session")

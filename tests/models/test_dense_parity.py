@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from toys.checkpoints import ACCELERATOR
 from toys.dense import SIZES as TINY
 from toys.dense import VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -56,7 +57,7 @@ class Pair:
     def open(self, **settings: Any) -> LLM:
         defaults = {"kv_cache.block_size": 4, "kv_cache.num_blocks": 129, "logging.progress": False}
         named = {name.replace("__", "."): value for name, value in settings.items()}
-        return LLM(self.directory, accelerator="cpu", **defaults | named)
+        return LLM(self.directory, accelerator=ACCELERATOR, **defaults | named)
 
     def log_probs(self, tokens: Sequence[int]) -> torch.Tensor:
         """``[len(tokens), V]``: row i is of the token after ``tokens[: i + 1]``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from deepinfer_core import LLM
 
 ToyLLM = Callable[..., LLM]
 """The ``toy_llm`` fixture."""
+
+ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
+"""Backend that engines of the tests run on: any that is installed."""
 
 EOS, EOS_ID = "<|end|>", 256
 MERGED: tuple[bytes, ...] = (b"ab", b"foo ", b"ND bar", b"the ")
@@ -97,4 +101,4 @@ def toy_settings(**settings: Any) -> dict[str, Any]:
 
 
 def open_toy(directory: Path, **settings: Any) -> LLM:
-    return LLM(directory, accelerator="cpu", **toy_settings(**settings))
+    return LLM(directory, accelerator=ACCELERATOR, **toy_settings(**settings))
