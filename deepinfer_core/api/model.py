@@ -100,6 +100,19 @@ class ModelOptions:
 
 
 @attrs.frozen(kw_only=True)
+class DraftModuleSpec:
+    """What makes a model a draft module: one that a drafter runs beside a target.
+
+    Attributes:
+        taps: layers of the target whose output the module reads (``TappedModel.forward_tapped``).
+        max_drafts: drafts it can make at once; None: as many as wanted.
+    """
+
+    taps: tuple[int, ...] = ()
+    max_drafts: int | None = None
+
+
+@attrs.frozen(kw_only=True)
 class ModelSpec:
     """All that the engine must know before weights are loaded.
 
@@ -114,6 +127,7 @@ class ModelSpec:
         ops: slot name (an identifier) -> request.
         tensors: every tensor read, by checkpoint name.
         host_token_ids: True if an operator needs token ids on the host, which makes the loop synchronous.
+        draft: set for a draft module.
     """
 
     architecture: str
@@ -127,6 +141,7 @@ class ModelSpec:
     tensors: Mapping[str, TensorSpec]
     block_alignment: int = 1
     host_token_ids: bool = False
+    draft: DraftModuleSpec | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -140,6 +155,8 @@ class ModelContext:
         weights: the checkpoint, already checked against ``spec.tensors``.
         device: torch device.
         progress: called with a tensor name after each tensor that was loaded.
+        target: for a draft module whose ``embedding`` and ``head`` are served by the target's own operators: the
+            target, so that these weights need not be read again. None otherwise.
     """
 
     spec: ModelSpec
@@ -148,6 +165,7 @@ class ModelContext:
     weights: WeightSource
     device: torch.device
     progress: Callable[[str], None]
+    target: Any = None
 
 
 @attrs.define(kw_only=True)
@@ -179,6 +197,16 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[N, hidden]`` -> ``[N, vocab_size]`` float32."""
+        ...
+
+
+class TappedModel(Model, Protocol):
+    """A model whose layers a draft module can read."""
+
+    def forward_tapped(
+        self, batch: ModelBatch, plan: Any, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """What :meth:`forward` returns, and what leaves each layer named in ``taps``, each ``[T, ...]``."""
         ...
 
 

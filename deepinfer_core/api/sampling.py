@@ -121,6 +121,37 @@ class SamplingRequest(OpRequest):
     vocab_size: int
 
 
+@attrs.frozen(kw_only=True)
+class JudgedRows:
+    """Rows of a step whose next draft is judged by rejection.
+
+    Attributes:
+        rows: ``[J]`` int64, numbers among the N sampled rows.
+        drafts: ``[J]`` int64, the token drafted for each.
+        scores: ``[J, V]`` float32 whose softmax the drafts were drawn from; None: each was certain.
+    """
+
+    rows: torch.Tensor
+    drafts: torch.Tensor
+    scores: torch.Tensor | None
+
+
+class Verify(Protocol):
+    """Speculative rejection sampling (Leviathan et al. 2023), after the draw; a provider of stage ``verify``."""
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, judged: JudgedRows) -> torch.Tensor:
+        """Tokens of all rows, those of the judged ones replaced.
+
+        With p = softmax(logits) and d = softmax(scores): the draft x if ``u < p(x) / d(x)``, u the coin of the row's
+        position (``(w + 0.5) * 2^-32``, purpose 2, word 0 of token 0); otherwise a draw from ``max(p - d, 0)`` with
+        the residual noise (purpose 1), or from p should that be empty.
+
+        Args:
+            logits: ``[N, V]`` float32, as given to draw (not changed). tokens: ``[N]`` int64 that draw gave; -1 stays.
+        """
+        ...
+
+
 class Stage(Protocol):
     """One step of turning logits into a distribution.
 

@@ -41,7 +41,7 @@ class StageInfo:
     arguments: Mapping[str, StageArgument]
 
     def __attrs_post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name in (*STAGES, "logprobs"):
+        if not self.name.isidentifier() or self.name in (*STAGES, "logprobs", "verify"):
             raise ValueError(f"stage name {self.name!r}: expected an identifier that is no built-in stage")
         if self.after not in STAGES or self.after == "draw":
             raise ValueError(f"stage {self.name!r}: after={self.after!r}: expected one of {', '.join(STAGES[:-1])}")

@@ -30,7 +30,8 @@ from .planner import Planner
 from .planning import PlannedEngine, group_slot
 from .runner import Runner
 from .slot_table import SlotTable
-from .speculation import Speculator
+from .speculation_module import PREFIX, build_module, shares_ends
+from .speculation_start import cost_key, open_speculation
 
 HOST_FRACTION, DEVICE_FRACTION = 0.25, 0.9
 """Share of free memory the caches may take when ``kv_cache.memory_fraction`` is not set."""
@@ -92,12 +93,28 @@ def build_engine(
         )
     )
     layouts: dict[str, KVLayout] = {g.name: getattr(ops, group_slot(g)) for g in spec.cache_groups}
+    drafter = planned.drafter
+    planned_module = None if drafter is None else drafter.module
+    module = None
+    if planned_module is not None:
+        module_ops = freeze(planned_module.choices, planned.providers, planned.context_for, wrap_op)
+        own = {g.name: getattr(module_ops, group_slot(g)) for g in planned_module.spec.cache_groups}
+        layouts |= {PREFIX + name: layout for name, layout in own.items()}
+        module = build_module(
+            planned_module,
+            module_ops,
+            checkpoint=checkpoint,
+            target=model if shares_ends(planned.plan.choices, planned_module.choices) else None,
+            device=device.torch_device,
+            progress=progress,
+        )
+    groups = (*spec.cache_groups, *(() if planned_module is None else planned_module.cache_groups))
     block_bytes = {name: layout.block_bytes() for name, layout in layouts.items()}
-    num_blocks = _num_blocks(planned, block_bytes, device.memory())
+    num_blocks = _num_blocks(planned, groups, block_bytes, device.memory())
     layer_caches: dict[str, list[LayerCache]] = {n: layout.allocate(num_blocks[n]) for n, layout in layouts.items()}
     slots = SlotTable(config.scheduling.max_running)
     cache = KVCache(
-        spec.cache_groups,
+        groups,
         num_blocks,
         block_size=config.kv_cache.block_size,
         slots=slots.slots,
@@ -114,8 +131,7 @@ def build_engine(
         clock=clock,
     )
     token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
-    speculator = _speculator(planned, token_limit)
-    ahead = 1 if planned.runs_ahead and speculator is None else 0
+    ahead = 1 if planned.runs_ahead else 0
     stream = planner.observer.timed(device.stream(overlap=bool(ahead)))
     runner = Runner(
         device=device,
@@ -128,8 +144,23 @@ def build_engine(
         vocab_size=spec.vocab_size,
         token_limit=token_limit,
         extra_stages=planned.stages,
-        graphs=_graphs(planned, model, ops, cache, layer_caches),
+        graphs=None if module is not None else _graphs(planned, model, ops, cache, layer_caches),
+        spare=config.speculation.max_draft_tokens if drafter is not None and not drafter.on_host else 0,
     )
+    speculator = None
+    if drafter is not None:
+        speculator, source = open_speculation(
+            drafter,
+            config,
+            planner=planner,
+            runner=runner,
+            module=module,
+            target=str(checkpoint.path),
+            key=cost_key(planned, checkpoint),
+            delayed=ahead > 0,
+        )
+        if source:
+            planned.plan = attrs.evolve(planned.plan, facts={**planned.plan.facts, "cost table": source})
     committer = Committer(
         planner=planner,
         needs=runner.needs,
@@ -162,13 +193,6 @@ def build_engine(
         sinks=sinks,
         memory={f"cache_{name}": num_blocks[name] * size for name, size in block_bytes.items()},
     )
-
-
-def _speculator(planned: PlannedEngine, token_limit: int) -> Speculator | None:
-    most = planned.config.speculation.max_draft_tokens
-    if planned.drafter is None or most == 0:
-        return None
-    return Speculator(planned.drafter, max_draft_tokens=most, token_limit=token_limit)
 
 
 def _graphs(
@@ -206,20 +230,24 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[
     return tuple(dict.fromkeys(ids))
 
 
-def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: MemoryInfo) -> dict[str, int]:
+def _num_blocks(
+    planned: PlannedEngine, groups: Sequence[CacheGroupSpec], block_bytes: Mapping[str, int], memory: MemoryInfo
+) -> dict[str, int]:
     """Blocks of each group, null block included.
 
     A full group gets what its share of memory allows, and never more than all requests at full length could
     use; a window group what running requests can look back on plus one step's rows.
     """
     config, spec = planned.config, planned.spec
+    # Drafts being verified, and as many more that are being made.
+    ahead = 0 if planned.drafter is None else 2 * config.speculation.max_draft_tokens
     running, block_size = config.scheduling.max_running, config.kv_cache.block_size
     if config.kv_cache.num_blocks is not None:
-        _check_window_blocks(spec.cache_groups, config.kv_cache.num_blocks, block_size)
-        return {g.name: config.kv_cache.num_blocks for g in spec.cache_groups}
+        _check_window_blocks(groups, config.kv_cache.num_blocks, block_size)
+        return {g.name: config.kv_cache.num_blocks for g in groups}
     most = {
-        g.name: _most_blocks(g, spec.max_model_len, running, config.scheduling.max_batch_tokens, block_size)
-        for g in spec.cache_groups
+        g.name: _most_blocks(g, spec.max_model_len, running, config.scheduling.max_batch_tokens, block_size, ahead)
+        for g in groups
     }
     default = HOST_FRACTION if planned.device.info.type == "cpu" else DEVICE_FRACTION
     budget = memory.free * (config.kv_cache.memory_fraction or default)
@@ -227,7 +255,7 @@ def _num_blocks(planned: PlannedEngine, block_bytes: Mapping[str, int], memory: 
     share = min(1.0, budget / wanted) if wanted else 1.0
     blocks = {name: max(2, int(count * share)) for name, count in most.items()}
     need = -(-spec.max_model_len // block_size) + 1
-    for group in spec.cache_groups:
+    for group in groups:
         if blocks[group.name] < min(need, most[group.name]):
             lowest = need * block_bytes[group.name]
             raise ConfigError(
@@ -249,8 +277,10 @@ def _check_window_blocks(groups: Sequence[CacheGroupSpec], num_blocks: int, bloc
         )
 
 
-def _most_blocks(group: CacheGroupSpec, max_model_len: int, running: int, batch_tokens: int, block_size: int) -> int:
+def _most_blocks(
+    group: CacheGroupSpec, max_model_len: int, running: int, batch_tokens: int, block_size: int, ahead: int
+) -> int:
     if group.window is None:
         return running * -(-max_model_len // block_size) + 1
-    window = running * (-(-group.window // block_size) + 2)
+    window = running * (-(-(group.window + ahead) // block_size) + 2)
     return min(window + -(-batch_tokens // block_size), running * -(-max_model_len // block_size)) + 1

@@ -15,9 +15,10 @@ from deepinfer_core.tokenizer import Tokenizer
 from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogprobs
 from .planner import Planner
 from .request import Request, Sequence
-from .runner import LaunchedStep, StepResult
+from .runner import LaunchedStep, ReadyStep, StepResult
 from .slot_needs import SlotNeeds
-from .speculation import Speculator
+from .speculation import Speculator, accepted_drafts
+from .step_plan import StepPlan
 
 Array = np.ndarray[Any, Any]
 
@@ -44,6 +45,8 @@ class _Drafted:
     first: int
     proposed: int
     accepted: int
+    by_rejection: bool
+    confidence: Array | None
 
 
 class Committer:
@@ -71,22 +74,25 @@ class Committer:
 
     def commit(self, step: LaunchedStep, result: StepResult) -> Committed:
         """Apply one step's result, in launch order."""
-        out = Committed()
-        self.slots.in_flight[step.plan.slots] -= 1
-        for rows, logprobs in zip(step.inputs.prompts, result.prompts, strict=True):
+        out, ready = Committed(), result.ready
+        plan = ready.plan
+        self.slots.in_flight[plan.slots] -= 1
+        for rows, logprobs in zip(ready.inputs.prompts, result.prompts, strict=True):
             self._add_prompt_logprobs(rows.request, logprobs, rows.targets, rows.k)
         if result.sampled is None:
-            self._publish(step.plan.slots, step.plan.starts + step.plan.counts)
+            self._publish(plan.slots, plan.starts + plan.counts)
         else:
             tokens = self.device.download(result.sampled.tokens)
-            kept, computed, drafted = self._accept(step, tokens)
-            broken = step.inputs.sample_slots[tokens < 0]
-            computed[np.isin(step.plan.slots, broken)] = 0  # a broken step's rows are served to nobody
-            self._record(step, tokens, kept, out)
-            self._publish(step.plan.slots, computed)
-            self._look(step, result, tokens, kept, out)
+            kept, computed, drafted = self._accept(step, plan, tokens)
+            broken = ready.inputs.sample_slots[tokens < 0]
+            computed[np.isin(plan.slots, broken)] = 0  # a broken step's rows are served to nobody
+            self._record(ready, tokens, kept, out)
+            self._publish(plan.slots, computed)
+            self._look(ready, result, tokens, kept, out)
             self._tell_drafter(drafted)
-        self._release_finished(step.plan.slots)
+        if self.planner.drafting is not None and result.proposed is not None:
+            self.planner.drafting.known(result.proposed.slots, result.proposed.chances)
+        self._release_finished(plan.slots)
         return out
 
     def lose(self, steps: list[LaunchedStep]) -> None:
@@ -94,7 +100,7 @@ class Committer:
         for step in steps:
             self.slots.in_flight[step.plan.slots] -= 1
             self._release_finished(step.plan.slots)
-            for rows in step.inputs.prompts:
+            for rows in step.prompts:
                 rows.request.prompt_rows_planned = min(rows.request.prompt_rows_planned, rows.first_position)
         for step in steps:
             for slot in step.plan.slots.tolist():
@@ -149,41 +155,45 @@ class Committer:
 
     # ---- tokens
 
-    def _accept(self, step: LaunchedStep, tokens: Array) -> tuple[Array, Array, list[_Drafted]]:
+    def _accept(self, step: LaunchedStep, plan: StepPlan, tokens: Array) -> tuple[Array, Array, list[_Drafted]]:
         """Which sampled rows count, how far each request's cache is now valid, and how good the drafts were.
 
-        A draft is accepted iff it equals the token drawn at the row before it; rows after the first that was
-        not accepted saw a history that never happened.
+        ``plan`` is the step's own with its drafts known; the slot table moves back by what was planned in vain, which
+        steps launched meanwhile have counted on too.
         """
-        plan, table = step.plan, self.slots
+        table = self.slots
         kept, computed = np.ones(len(tokens), bool), plan.starts + plan.counts
-        if not plan.drafts or self.speculator is None:
+        if self.speculator is None:
             return kept, computed, []
         self.speculator.hold()
-        drafted = []
-        for request, end in enumerate(np.cumsum(plan.samples).tolist()):
-            slot = int(plan.slots[request])
-            drafts = plan.drafts.get(slot)
-            if drafts is None:
+        accepted, drafted = accepted_drafts(plan, tokens), []
+        planned = step.plan.samples - plan.samples  # drafts that were planned and did not come
+        ends = np.cumsum(plan.samples)
+        for request, slot in enumerate(plan.slots.tolist()):
+            drafts = plan.drafts.get(slot, ())
+            cap = len(drafts) + int(planned[request])
+            if cap == 0:
                 continue
-            drawn = tokens[end - len(drafts) - 1 : end]
-            accepted = int(np.cumprod(drafts == drawn[:-1]).sum())
-            kept[end - len(drafts) + accepted : end] = False
-            computed[request] = plan.starts[request] + accepted + 1
-            table.length[slot] = computed[request] + 1
-            table.computed[slot] = computed[request]
-            self.planner.cache.shrink(slot, int(computed[request]))
+            good = int(accepted[request])
+            kept[ends[request] - len(drafts) + good : ends[request]] = False
+            computed[request] = plan.starts[request] + good + 1
+            table.length[slot] -= cap - good
+            table.computed[slot] -= cap - good
+            table.slack[slot] -= cap
+            self.planner.cache.shrink(slot, int(table.computed[slot]))
             sequence = table.sequence[slot]
-            if sequence is None or sequence.status != "running":
-                continue  # was aborted meanwhile, and the drafter told so
+            if sequence is None or sequence.status != "running" or len(drafts) == 0:
+                continue  # nothing to judge; or it was aborted meanwhile, and the drafter told so
             sequence.request.metrics.proposed_drafts += len(drafts)
-            sequence.request.metrics.accepted_drafts += accepted
-            drafted.append(_Drafted(sequence, int(plan.starts[request]) + 1, len(drafts), accepted))
+            sequence.request.metrics.accepted_drafts += good
+            rejects = plan.rejects is not None and bool(plan.rejects[request])
+            first, said = int(plan.starts[request]) + 1, plan.confidence.get(slot)
+            drafted.append(_Drafted(sequence, first, len(drafts), good, rejects, said))
         return kept, computed, drafted
 
     def _tell_drafter(self, drafted: list[_Drafted]) -> None:
         """What became of the drafts, told once it is known where a completion ended."""
-        if self.speculator is None or not drafted:
+        if self.speculator is None:
             return
         self.speculator.verified(
             [
@@ -193,12 +203,14 @@ class Committer:
                     proposed=d.proposed,
                     accepted=d.accepted,
                     tokens=self._known(d.sequence)[d.first :].tolist(),
+                    rule="rejection" if d.by_rejection else "exact",
+                    confidence=None if d.confidence is None else d.confidence.tolist(),
                 )
                 for d in drafted
             ]
         )
 
-    def _record(self, step: LaunchedStep, tokens: Array, kept: Array, out: Committed) -> None:
+    def _record(self, step: ReadyStep, tokens: Array, kept: Array, out: Committed) -> None:
         """Tokens become known to the host."""
         table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
         drawn = kept & (tokens >= 0) & ~table.finished[slots]
@@ -206,7 +218,7 @@ class Committer:
         table.committed[slots[drawn]] = positions[drawn] + 1  # ascending within a slot: the last one stays
         out.output_tokens += int(drawn.sum())
 
-    def _look(self, step: LaunchedStep, result: StepResult, tokens: Array, kept: Array, out: Committed) -> None:
+    def _look(self, step: ReadyStep, result: StepResult, tokens: Array, kept: Array, out: Committed) -> None:
         """Go through the rows that may end something or that somebody watches, in token order."""
         table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
         stops = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) & (positions + 1 >= table.min_end[slots])
@@ -216,7 +228,7 @@ class Committer:
         rows = np.nonzero(live & (stops | full | first | (tokens < 0) | table.needs_host[slots]))[0].tolist()
         if not rows:
             return
-        logprobs = _LogprobRows(step, result)
+        logprobs = _LogprobRows(result)
         owners = [table.sequence[slot] for slot in slots[rows].tolist()]
         looked = zip(rows, owners, *(a[rows].tolist() for a in (tokens, positions, stops, full, first)), strict=True)
         for row, sequence, token, position, stop, at_limit, is_first in looked:
@@ -338,11 +350,12 @@ class Committer:
 class _LogprobRows:
     """Finds the log-probabilities of a sampled row, and why a row has no token."""
 
-    def __init__(self, step: LaunchedStep, result: StepResult) -> None:
+    def __init__(self, result: StepResult) -> None:
         assert result.sampled is not None
         self._sampled = result.sampled
         self._where: dict[int, tuple[LogprobsResult, int]] = {}
-        for rows, part in ((step.raw_rows, result.sampled.raw), (step.processed_rows, result.sampled.processed)):
+        needs = result.ready.needs
+        for rows, part in ((needs.raw_rows, result.sampled.raw), (needs.processed_rows, result.sampled.processed)):
             if part is not None:
                 self._where.update((row, (part, i)) for i, row in enumerate(rows.tolist()))
 

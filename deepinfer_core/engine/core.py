@@ -27,8 +27,7 @@ class EngineCore:
     """One model on one device, and its live requests.
 
     ``ahead`` is how many steps may be launched before the host has seen the tokens of the last: 0 is
-    synchronous, 1 overlaps the host's work with the device's. The tokens are the same. A drafter needs the last
-    tokens on the host, so with one the loop is synchronous.
+    synchronous, 1 overlaps the host's work with the device's. The tokens are the same.
     """
 
     def __init__(
@@ -167,7 +166,9 @@ class EngineCore:
         self.planner.step_succeeded()
         out = self.committer.commit(step, result)
         timing = self.observer.committed(out.output_tokens)
-        self.planner.step_cost.record(timing.tokens, timing.seconds)
+        self.planner.step_cost.record(len(result.ready.inputs.positions), timing.seconds)
+        if self.planner.drafting is not None and result.cost is not None:
+            self.planner.drafting.observe(result.cost)
         return out
 
     def _step_failed(self, step: LaunchedStep, error: BaseException) -> Committed:

@@ -29,9 +29,15 @@ class SlotRow:
 
 
 class DeviceState:
-    """Owns the :class:`SamplingState` of an engine and widens it as requests need more."""
+    """Owns the :class:`SamplingState` of an engine and widens it as requests need more.
 
-    def __init__(self, device: Device, slots: int, vocab_size: int, extra: SequenceOf[StageInfo] = ()) -> None:
+    ``spare``: places of the history past a request's longest length, for drafts.
+    """
+
+    def __init__(
+        self, device: Device, slots: int, vocab_size: int, extra: SequenceOf[StageInfo] = (), *, spare: int = 0
+    ) -> None:
+        self._spare = spare
         self._off = {name: argument.off for info in extra for name, argument in info.arguments.items()}
         self.device = device
         self.vocab_size = vocab_size
@@ -141,7 +147,7 @@ class DeviceState:
 
     def _put_history(self, rows: SequenceOf[SlotRow]) -> None:
         state = self.sampling
-        need = max(r.sequence.request.max_len for r in rows)
+        need = max(r.sequence.request.max_len for r in rows) + self._spare
         state.history = _widened(state.history, need, 0, double=True)
         for row in rows:
             state.history[row.slot, : len(row.tokens)] = self._upload(row.tokens)

@@ -86,6 +86,7 @@ class KVCache:
         retain_windows: bool = True,
     ) -> None:
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.prefix_cache = prefix_cache
         self.retain_windows = retain_windows
         max_blocks = -(-max_model_len // block_size)

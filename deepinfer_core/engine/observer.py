@@ -19,8 +19,8 @@ from .timeline import note
 
 if TYPE_CHECKING:
     from .metrics import MetricsRecorder
-    from .planner import StepPlan
     from .request import Request, Sequence
+    from .step_plan import StepPlan
     from .trace_recorder import TraceRecorder
 
 log = structlog.get_logger("deepinfer.engine")

@@ -23,7 +23,9 @@ from .policy_guard import PolicyGuard
 from .preemption import Preemption
 from .request import Sequence
 from .slot_table import SlotTable
+from .speculation_plan import DraftPlanner
 from .step_cost import StepCost
+from .step_plan import StepPlan
 from .views import make_view
 from .waiting import WaitingQueue
 
@@ -31,28 +33,6 @@ Array = np.ndarray[Any, Any]
 
 CALM_STEPS = 64
 """Steps without running out of memory after which a reduced token budget doubles."""
-
-
-@attrs.define(kw_only=True)
-class StepPlan:
-    """Rows of one step. R requests own ``counts`` rows each, starting at position ``starts``.
-
-    The last ``samples`` rows of each yield a token: none within a prompt, one at its end or in decoding, one
-    more per draft being verified. Decode rows come first. ``admitted`` are the sequences that took a slot in
-    this step, so that the runner writes their device state before it runs; ``drafts`` maps slots to tokens.
-    """
-
-    number: int
-    slots: Array
-    starts: Array
-    counts: Array
-    samples: Array
-    admitted: list[Sequence]
-    drafts: dict[int, Array]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.counts.sum())
 
 
 @attrs.define
@@ -94,6 +74,8 @@ class Planner:
         self.budget = max_batch_tokens
         self._calm_steps = 0
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
+        self.drafting: DraftPlanner | None = None
+        self.judges_by_rejection = False
         self.guard = PolicyGuard(policy, self.view)
         self.preemption = Preemption(guard=self.guard, cache=cache, slots=slots, waiting=self.waiting, tell=self.tell)
 
@@ -173,17 +155,20 @@ class Planner:
         self.preemption.needs_drain = False
         self.steps += 1
         running = self.slots.running
-        self.cache.slide(running, self.slots.computed[running])
+        self.cache.slide(running, self.slots.computed[running] - self.slots.slack[running])
         split = self._split()
         decodes = self._decode_rows(min(split.decode, self.budget))
         used = len(decodes)
         drafts = self._fitting_drafts(decodes, drafts or {}, min(split.decode, self.budget) - used)
-        used += sum(map(len, drafts.values()))
+        caps, total = np.array([len(drafts.get(slot, ())) for slot in decodes.tolist()], np.int64), 0
+        if self.drafting is not None:
+            caps, total = self.drafting.caps(decodes, min(split.decode, self.budget) - used)
+        used += total + sum(map(len, drafts.values()))
         rows = self._prefill_rows(min(split.prefill, self.budget - used))
         admitted = self._admit(min(split.prefill, self.budget - used) - sum(rows.counts), rows)
         if len(decodes) == 0 and not rows.slots:
             return self._unstick()
-        return self._launch(decodes, drafts, rows, admitted)
+        return self._launch(decodes, drafts, rows, admitted, caps, total)
 
     def decoding_slots(self) -> Array:
         """Running slots that are one row short of their next token."""
@@ -203,7 +188,10 @@ class Planner:
         """Rows each slot could run now; 0 for those at their length limit."""
         table = self.slots
         remaining: Array = table.length[slots] - table.computed[slots]
-        return np.where(table.length[slots] < table.max_len[slots], remaining, 0)
+        known = table.length[slots] < table.max_len[slots]
+        if self.drafting is None:
+            known &= table.slack[slots] == 0  # drafts in flight: without a verdict there is no next position
+        return np.where(known, remaining, 0)
 
     def _decode_rows(self, budget: int) -> Array:
         """Sequences one row short of their next token, least recently scheduled first if they do not all fit."""
@@ -343,21 +331,34 @@ class Planner:
         if chunk <= 0:
             return None
         self.cache.grow(slot, computed + chunk)
-        return self._launch(np.zeros(0, np.int64), {}, _Rows([slot], [chunk]), [])
+        none = np.zeros(0, np.int64)
+        return self._launch(none, {}, _Rows([slot], [chunk]), [], none, 0)
 
     # ---- the plan itself
 
-    def _launch(self, decodes: Array, drafts: dict[int, Array], rows: _Rows, admitted: list[Sequence]) -> StepPlan:
-        """Fix the step and count it as launched. Decode rows come first."""
+    def _launch(
+        self,
+        decodes: Array,
+        drafts: dict[int, Array],
+        rows: _Rows,
+        admitted: list[Sequence],
+        caps: Array,
+        total: int,
+    ) -> StepPlan:
+        """Fix the step and count it as launched. Decode rows come first, with at most ``caps`` drafts each."""
         table = self.slots
         slots = np.concatenate([decodes, np.array(rows.slots, np.int64)])
         counts = np.concatenate([np.ones(len(decodes), np.int64), np.array(rows.counts, np.int64)])
         starts = table.computed[slots]
         samples = (starts + counts == table.length[slots]).astype(np.int64)
-        for i, slot in enumerate(decodes.tolist() if drafts else ()):
-            if slot in drafts:
-                counts[i] += len(drafts[slot])
-                samples[i] += len(drafts[slot])
+        caps = np.concatenate([caps, np.zeros(len(rows.slots), np.int64)])
+        counts += caps
+        samples += caps
+        turn = None
+        if self.drafting is not None:
+            for sequence in admitted:
+                self.drafting.entered(sequence.slot)
+            turn = self.drafting.turn(slots, starts + counts, samples, caps, total)
         plan = StepPlan(
             number=self.steps,
             slots=slots,
@@ -366,9 +367,12 @@ class Planner:
             samples=samples,
             admitted=admitted,
             drafts=drafts,
+            rejects=table.unseeded[slots] if self.judges_by_rejection else None,
+            turn=turn,
         )
         table.computed[slots] += counts
-        table.length[slots[samples > 0]] += 1
+        table.length[slots] += samples
+        table.slack[slots] += caps
         table.in_flight[slots] += 1
         table.last_step[slots] = plan.number
         return plan

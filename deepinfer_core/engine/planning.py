@@ -20,7 +20,6 @@ from deepinfer_core.api import (
     Choice,
     ConfigError,
     Device,
-    Drafter,
     DrafterInfo,
     EnginePlan,
     FallbackPolicy,
@@ -35,7 +34,7 @@ from deepinfer_core.api import (
     SamplingRequest,
     StageInfo,
 )
-from deepinfer_core.checkpoint import Checkpoint
+from deepinfer_core.checkpoint import Checkpoint, open_checkpoint
 from deepinfer_core.config import EngineConfig, check_environment, check_plugin_tables, plugin_settings
 from deepinfer_core.plugins import (
     DeviceChoice,
@@ -50,9 +49,10 @@ from deepinfer_core.plugins import (
 
 from .block_size import fit_block_size
 from .decode_graphs import ON, graph_mode
-from .loop_mode import AHEAD, loop_mode, sampling_demands
+from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
+from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, check_depth, check_module, read_needs
 from .unavailable import refuse_unavailable
 
 PROVIDER_HOOKS = (
@@ -81,7 +81,7 @@ class PlannedEngine:
     spec: ModelSpec
     providers: list[tuple[str, Provider]]
     policy: Policy
-    drafter: Drafter | None
+    drafter: PlannedDrafter | None
     stages: tuple[StageInfo, ...]
     objections: tuple[str, ...]
 
@@ -148,16 +148,32 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         spec = describe_model(config, checkpoint, registry, device)[1]
     providers = [item for hook in PROVIDER_HOOKS for item in registry.collect(hook, device=chosen.device)]
     stages = _extra_stages(registry)
+    drafter = _drafter(config, registry, checkpoint)
+    on_host = drafter is not None and drafter.on_host
     requests = {
         **spec.ops,
         **runner_requests(chosen.device.type, _demands(config), config.kv_cache.block_size),
         **sampling_requests(
-            stage_order(stages), spec.vocab_size, chosen.device.type, _demands(config) | sampling_demands(config)
+            stage_order(stages),
+            spec.vocab_size,
+            chosen.device.type,
+            _demands(config) | sampling_demands(config, host_drafts=on_host),
+            verify=drafts(config) and config.speculation.verify != "exact",
         ),
     }
-    choices = _choose_all(config, spec, requests, providers, chosen, _fallback(config, chosen.device))
+    if drafter is not None:
+        drafter = _with_module(drafter, config, checkpoint, registry, device, definition, spec)
+    module = None if drafter is None else drafter.module
+    _check_keys(config, chosen, spec, requests, module)
+    fallback = _fallback(config, chosen.device)
+    choices = _choose_all(config, spec, requests, providers, chosen, fallback)
+    if drafter is not None and module is not None:
+        ours = _own_keys(config)
+        own = _choose_all(ours, module.spec, dict(module.spec.ops), providers, chosen, fallback)
+        drafter = attrs.evolve(drafter, module=attrs.evolve(module, choices=own))
+        choices += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in own)
     policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
-    drafter = _drafter(config, registry)
+    loop = loop_mode(config, spec, device, _sampling_providers(choices, providers), host_drafts=on_host)
     plan = EnginePlan(
         api=API_VERSION,
         core=deepinfer_core.__version__,
@@ -166,12 +182,13 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         plugins=registry.records,
         choices=choices,
         policy=f"{policy_plugin}:{policy_info.name}",
-        drafter=None if drafter is None else f"{drafter[0]}:{drafter[1].name}",
+        drafter=None if drafter is None else f"{drafter.plugin}:{drafter.info.name}",
         features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
         facts={
             **device.describe(),
-            "loop": loop_mode(config, spec, device, _sampling_providers(choices, providers)),
+            "loop": loop,
             "decode_graphs": graph_mode(config, device, spec.ops, choices, providers),
+            **({} if drafter is None else drafter.facts(config)),
         },
     )
     objections = [o for _, o in registry.collect("deepinfer_check_plan", plan=plan)]
@@ -188,7 +205,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         providers=providers,
         policy=policy_info.factory.load()(_settings(config, registry, policy_plugin)),
         stages=stages,
-        drafter=None if drafter is None else drafter[1].factory.load()(_settings(config, registry, drafter[0])),
+        drafter=drafter,
         objections=tuple(o.text for o in objections),
     )
 
@@ -204,10 +221,19 @@ def describe_model(
 ) -> tuple[type[ModelDefinition], ModelSpec]:
     """The model class of a checkpoint, and its needs under this configuration."""
     definition = _definition(checkpoint, registry)
+    spec = definition.describe(checkpoint.config, _options(config, checkpoint, device))
+    if config.model.max_model_len is not None and config.model.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"model.max_model_len={config.model.max_model_len}: the checkpoint supports {spec.max_model_len} tokens"
+        )
+    return definition, spec
+
+
+def _options(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> ModelOptions:
     stored = {name: checkpoint.weights.describe(name).dtype for name in checkpoint.weights.names()}
     saved = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
     dtype = device.default_dtype(saved) if config.model.dtype == "auto" else config.model.dtype
-    options = ModelOptions(
+    return ModelOptions(
         dtype=dtype,
         max_model_len=config.model.max_model_len,
         block_size=config.kv_cache.block_size,
@@ -216,16 +242,10 @@ def describe_model(
         stored=stored,
         qdq=config.model.qdq,
     )
-    spec = definition.describe(checkpoint.config, options)
-    if config.model.max_model_len is not None and config.model.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"model.max_model_len={config.model.max_model_len}: the checkpoint supports {spec.max_model_len} tokens"
-        )
-    return definition, spec
 
 
-def _definition(checkpoint: Checkpoint, registry: Registry) -> type[ModelDefinition]:
-    wanted = checkpoint.config.get("architectures") or []
+def _definition(checkpoint: Checkpoint, registry: Registry, architecture: str = "") -> type[ModelDefinition]:
+    wanted = [architecture] if architecture else checkpoint.config.get("architectures") or []
     known = claimed(registry, "architecture")
     for architecture in wanted:
         if architecture in known:
@@ -241,6 +261,33 @@ def group_slot(group: CacheGroupSpec) -> str:
     return f"kv_layout_{group.name}"
 
 
+def _layout_requests(config: EngineConfig, spec: ModelSpec, chosen: DeviceChoice) -> dict[str, OpRequest]:
+    block_size, type_ = config.kv_cache.block_size, chosen.device.type
+    return {
+        group_slot(g): KVLayoutRequest(group=g, block_size=block_size, device_type=type_) for g in spec.cache_groups
+    }
+
+
+def _check_keys(
+    config: EngineConfig,
+    chosen: DeviceChoice,
+    spec: ModelSpec,
+    requests: Mapping[str, OpRequest],
+    module: PlannedModule | None,
+) -> None:
+    """Refuse keys of ``ops`` that name nothing, in the target or in its draft module."""
+    own = {} if module is None else {**_layout_requests(config, module.spec, chosen), **module.spec.ops}
+    prefixed = {PREFIX + slot: request for slot, request in own.items()}
+    check_user_keys(config.ops, {**_layout_requests(config, spec, chosen), **requests, **prefixed})
+
+
+def _own_keys(config: EngineConfig) -> EngineConfig:
+    """The configuration with the module's slots under their own names; a key for an operator means both models."""
+    ops = {key: value for key, value in config.ops.items() if not key.startswith(PREFIX)}
+    ops |= {key.removeprefix(PREFIX): value for key, value in config.ops.items() if key.startswith(PREFIX)}
+    return attrs.evolve(config, ops=ops)
+
+
 def _choose_all(
     config: EngineConfig,
     spec: ModelSpec,
@@ -250,13 +297,8 @@ def _choose_all(
     fallback: FallbackPolicy,
 ) -> tuple[Choice, ...]:
     """Layouts first: what they are called is a demand on everything that touches their groups."""
-    block_size = config.kv_cache.block_size
-    layouts: dict[str, OpRequest] = {
-        group_slot(g): KVLayoutRequest(group=g, block_size=block_size, device_type=chosen.device.type)
-        for g in spec.cache_groups
-    }
+    layouts = _layout_requests(config, spec, chosen)
     rest = dict(requests)
-    check_user_keys(config.ops, {**layouts, **rest})
 
     def decide(requests: dict[str, OpRequest]) -> tuple[Choice, ...]:
         return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=chosen.plugin)
@@ -292,9 +334,42 @@ def _fallback(config: EngineConfig, device: Any) -> FallbackPolicy:
     return policy
 
 
-def _drafter(config: EngineConfig, registry: Registry) -> tuple[str, DrafterInfo] | None:
-    method = config.speculation.method if config.speculation.max_draft_tokens else None
-    return None if method is None else resolve(registry, "drafter", method)
+def _drafter(config: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> PlannedDrafter | None:
+    if not drafts(config):
+        return None
+    found: tuple[str, DrafterInfo] = resolve(registry, "drafter", config.speculation.method or "")
+    plugin, info = found
+    settings = _settings(config, registry, plugin)
+    needs = read_needs(info, settings, config, checkpoint.config)
+    return PlannedDrafter(plugin=plugin, info=info, needs=needs, settings=settings, module=None)
+
+
+def _with_module(
+    drafter: PlannedDrafter,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    registry: Registry,
+    device: Device,
+    target: type[ModelDefinition],
+    spec: ModelSpec,
+) -> PlannedDrafter:
+    """The drafter with its module described, from the target's checkpoint or from its own."""
+    needs = drafter.needs
+    if needs.reads != "module":
+        return drafter
+
+    def planned(source: Checkpoint) -> PlannedModule:
+        definition = _definition(source, registry, needs.architecture)
+        options = attrs.evolve(_options(config, source, device), dtype=spec.dtype, max_model_len=spec.max_model_len)
+        module = definition.describe(source.config, options)
+        check_module(config, spec, target, module)
+        check_depth(config, module.cache_groups)
+        return PlannedModule(path=str(source.path), definition=definition, spec=module, choices=())
+
+    if needs.checkpoint is None:
+        return attrs.evolve(drafter, module=planned(checkpoint))
+    with open_checkpoint(needs.checkpoint) as own:
+        return attrs.evolve(drafter, module=planned(own))
 
 
 def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:

@@ -12,7 +12,7 @@ from .slot_needs import alternatives
 from .slot_table import SlotTable
 
 if TYPE_CHECKING:
-    from .planner import StepPlan
+    from .step_plan import StepPlan
 
 Array = np.ndarray[Any, Any]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepinfer_core.api import (
     Device,
     Event,
     InputIdsRequest,
+    JudgedRows,
     LayerCache,
     LogprobsResult,
     Model,
@@ -25,17 +27,19 @@ from deepinfer_core.api import (
     StageInfo,
     StepLayout,
     Stream,
+    VerifyCost,
 )
 
 from .decode_graphs import DecodeGraphs
 from .device_state import DeviceState
 from .kv_cache import KVCache
-from .planner import StepPlan
 from .prompt_logprobs import PromptRows, prompt_rows
 from .sampler import LogprobRows, Sampled, Sampler, stage_order
-from .slot_needs import SlotNeeds
+from .slot_needs import SamplingNeeds, SlotNeeds
 from .slot_table import SlotTable
-from .step_inputs import DraftInputs, StepInputs, step_inputs
+from .speculation_device import BlockRows, DraftRuntime, Proposed, TargetRows, judged_rows
+from .step_inputs import DraftInputs, Snapshot, StepInputs, snapshot, step_inputs
+from .step_plan import StepPlan
 
 log = structlog.get_logger("deepinfer.engine")
 
@@ -54,22 +58,32 @@ def runner_requests(device_type: str, demands: frozenset[str], block_size: int) 
     }
 
 
+@attrs.frozen(kw_only=True)
+class ReadyStep:
+    """A step as it runs: its drafts are known."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    needs: SamplingNeeds
+
+
 @attrs.define(kw_only=True)
 class StepResult:
-    """Device results of one step. ``prompts`` pairs with ``StepInputs.prompts``."""
+    """Device results of one step. ``prompts`` pairs with ``ready.inputs.prompts``; ``cost`` is of a drafting step."""
 
+    ready: ReadyStep
     sampled: Sampled | None
     prompts: list[LogprobsResult]
+    proposed: Proposed | None = None
+    cost: VerifyCost | None = None
 
 
 @attrs.define(kw_only=True)
 class LaunchedStep:
-    """A step on its way: what was planned, what it reads, and the event of its end."""
+    """A step on its way: what was planned, the prompt rows asked for, and the event of its end."""
 
     plan: StepPlan
-    inputs: StepInputs
-    raw_rows: Array
-    processed_rows: Array
+    prompts: list[PromptRows]
     event: Event[StepResult]
 
 
@@ -90,6 +104,7 @@ class Runner:
         token_limit: int,
         extra_stages: Sequence[StageInfo] = (),
         graphs: DecodeGraphs | None = None,
+        spare: int = 0,
     ) -> None:
         self.device = device
         self.stream = stream
@@ -101,41 +116,36 @@ class Runner:
         self.vocab_size = vocab_size
         self.token_limit = token_limit
         self.graphs = graphs
-        self.state = DeviceState(device, slots.slots, vocab_size, extra_stages)
+        self.spare = spare
+        self.drafting: DraftRuntime | None = None
+        self.state = DeviceState(device, slots.slots, vocab_size, extra_stages, spare=spare)
         self.sampler = Sampler(ops, stage_order(extra_stages))
         self.needs = SlotNeeds(slots.slots, vocab_size=vocab_size, pads=token_limit < vocab_size, extra=extra_stages)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Snapshot the step's inputs and give its device work to the stream."""
-        inputs = self._inputs(plan)
-        needs = self.needs.of(inputs.sample_slots)
+        taken = self._snapshot(plan)
+        known = None
+        if self.drafting is None:
+            inputs = step_inputs(plan, taken)
+            known = ReadyStep(plan=plan, inputs=inputs, needs=self.needs.of(inputs.sample_slots))
 
         def work() -> StepResult:
             with torch.inference_mode():
-                rows = LogprobRows(
-                    raw=self.device.upload(needs.raw_rows) if len(needs.raw_rows) else None,
-                    raw_k=needs.raw_k,
-                    processed=self.device.upload(needs.processed_rows) if len(needs.processed_rows) else None,
-                    processed_k=needs.processed_k,
-                )
-                return self._run(inputs, needs.active, rows)
+                if known is not None:
+                    return self._run(known)
+                return self._run_drafting(plan, taken)
 
-        return LaunchedStep(
-            plan=plan,
-            inputs=inputs,
-            raw_rows=needs.raw_rows,
-            processed_rows=needs.processed_rows,
-            event=self.stream.submit(work),
-        )
+        return LaunchedStep(plan=plan, prompts=taken.prompts, event=self.stream.submit(work))
 
     def close(self) -> None:
         self.stream.close()
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
+    def _snapshot(self, plan: StepPlan) -> Snapshot:
         for sequence in plan.admitted:
             self.needs.set(sequence.slot, sequence)
         row_starts = np.cumsum(plan.counts) - plan.counts
-        return step_inputs(plan, self.cache, self._prompt_rows(plan, row_starts))
+        return snapshot(plan, self.cache, self._prompt_rows(plan, row_starts), self.spare)
 
     def _prompt_rows(self, plan: StepPlan, row_starts: Array) -> list[PromptRows]:
         if not self.needs.any_prompt_logprobs:
@@ -144,35 +154,58 @@ class Runner:
 
     # ---- device side
 
-    def _run(self, inputs: StepInputs, active: frozenset[str], rows: LogprobRows) -> StepResult:
-        upload, ops = self.device.upload, self.ops
+    def _run_drafting(self, plan: StepPlan, taken: Snapshot) -> StepResult:
+        """A step whose drafts only the step before it knows."""
+        assert self.drafting is not None
+        try:
+            resolved = self.drafting.resolve(plan)
+            inputs = step_inputs(resolved, taken)
+            return self._run(
+                ReadyStep(plan=resolved, inputs=inputs, needs=self.needs.read(inputs.sample_slots)), self.drafting
+            )
+        except BaseException:
+            self.drafting.forget()
+            raise
+
+    def _run(self, ready: ReadyStep, drafting: DraftRuntime | None = None) -> StepResult:
+        inputs = ready.inputs
+        started = time.perf_counter()
         self.state.write(inputs.entering)
         if inputs.drafts is not None:
             self._write_drafts(inputs.drafts)
         history = self.state.sampling.history
-        if self.graphs is not None and self.graphs.takes(inputs):
-            hidden = self.graphs.run(inputs, history)
-        else:
-            hidden = self._forward(inputs, history)
+        hidden, batch, taps = self._target(inputs, history, drafting)
         prompts = [self._prompt(hidden, p) for p in inputs.prompts]
-        if len(inputs.sample_rows) == 0:
-            return StepResult(sampled=None, prompts=prompts)
-        if len(inputs.sample_rows) < len(inputs.positions):
-            hidden = hidden[upload(inputs.sample_rows)]
-        sampling = SamplingBatch(
-            state=self.state.sampling,
-            slots=upload(inputs.sample_slots),
-            positions=upload(inputs.sample_positions),
-            token_limit=self.token_limit,
-            active=active,
-            max_position=int(inputs.sample_positions.max()),
-        )
-        sampled = self._sample(hidden, sampling, rows)
-        ops.append_tokens.run(history, sampling.slots, sampling.positions, sampled.tokens)
-        return StepResult(sampled=sampled, prompts=prompts)
+        sampled = self._sample_rows(hidden, ready, drafting) if len(inputs.sample_rows) else None
+        result = StepResult(ready=ready, sampled=sampled, prompts=prompts)
+        if drafting is not None:
+            tokens = np.zeros(0, np.int64) if sampled is None else self.device.download(sampled.tokens)
+            between = time.perf_counter()
+            ran = TargetRows(
+                plan=ready.plan,
+                inputs=inputs,
+                batch=batch,
+                taps=taps,
+                tokens=tokens,
+                active=ready.needs.active,
+            )
+            result.proposed = drafting.after(ran)
+            result.cost = VerifyCost(
+                rows=len(inputs.positions),
+                requests=len(inputs.counts),
+                target_seconds=between - started,
+                draft_seconds=time.perf_counter() - between,
+                drafted=0 if result.proposed is None else len(result.proposed.slots),
+                decode=bool((ready.plan.counts == ready.plan.samples).all()),
+            )
+        return result
 
-    def _forward(self, inputs: StepInputs, history: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden]``."""
+    def _target(
+        self, inputs: StepInputs, history: torch.Tensor, drafting: DraftRuntime | None
+    ) -> tuple[torch.Tensor, ModelBatch | None, Sequence[torch.Tensor]]:
+        """``[T, hidden]`` of the model, its batch unless a graph ran, and the layers' outputs that a drafter reads."""
+        if self.graphs is not None and self.graphs.takes(inputs):
+            return self.graphs.run(inputs, history), None, ()
         upload = self.device.upload
         positions, row_requests = upload(inputs.positions), upload(inputs.row_requests)
         batch = ModelBatch(
@@ -181,11 +214,50 @@ class Runner:
             layouts=self._layouts(inputs, positions, row_requests),
             caches=self.layer_caches,
         )
-        return self.model.forward(batch, self.model.plan(batch))
+        if drafting is None or not drafting.taps:
+            return self.model.forward(batch, self.model.plan(batch)), batch, ()
+        model: Any = self.model
+        hidden, taps = model.forward_tapped(batch, model.plan(batch), drafting.taps)
+        return hidden, batch, taps
 
-    def _sample(self, hidden: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
+    def _sample_rows(self, hidden: torch.Tensor, ready: ReadyStep, drafting: DraftRuntime | None) -> Sampled:
+        upload, inputs, needs = self.device.upload, ready.inputs, ready.needs
+        if len(inputs.sample_rows) < len(inputs.positions):
+            hidden = hidden[upload(inputs.sample_rows)]
+        sampling = SamplingBatch(
+            state=self.state.sampling,
+            slots=upload(inputs.sample_slots),
+            positions=upload(inputs.sample_positions),
+            token_limit=self.token_limit,
+            active=needs.active,
+            max_position=int(inputs.sample_positions.max()),
+        )
+        rows = LogprobRows(
+            raw=upload(needs.raw_rows) if len(needs.raw_rows) else None,
+            raw_k=needs.raw_k,
+            processed=upload(needs.processed_rows) if len(needs.processed_rows) else None,
+            processed_k=needs.processed_k,
+        )
+        sampled = self._sample(hidden, sampling, rows, self._judged(ready.plan, drafting))
+        self.ops.append_tokens.run(self.state.sampling.history, sampling.slots, sampling.positions, sampled.tokens)
+        return sampled
+
+    def _judged(self, plan: StepPlan, drafting: DraftRuntime | None) -> JudgedRows | None:
+        """Rows that rejection sampling decides; a host drafter's drafts come without a distribution."""
+        if plan.rejects is None or not plan.drafts:
+            return None
+        if drafting is not None:
+            return drafting.judged(plan)
+        rows, drafts = judged_rows(plan)
+        if len(rows) == 0:
+            return None
+        return JudgedRows(rows=self.device.upload(rows), drafts=self.device.upload(drafts), scores=None)
+
+    def _sample(
+        self, hidden: torch.Tensor, batch: SamplingBatch, rows: LogprobRows, judged: JudgedRows | None
+    ) -> Sampled:
         try:
-            return self.sampler.run(self.model.logits(hidden), batch, rows)
+            return self.sampler.run(self.model.logits(hidden), batch, rows, judged)
         except Exception as error:
             if self.device.is_out_of_memory(error):
                 raise
@@ -223,6 +295,33 @@ class Runner:
                 host_seq_lens=inputs.seq_lens,
                 max_query_len=int(inputs.counts.max()),
                 max_seq_len=int(inputs.seq_lens.max()),
+            )
+        return layouts
+
+    def block_layouts(self, rows: BlockRows) -> dict[str, StepLayout]:
+        """Layouts of rows that a drafter runs on its own, by the engine's names of its groups."""
+        upload, counts = self.device.upload, rows.counts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        ends = np.cumsum(counts)
+        first = np.repeat(rows.starts - (ends - counts), counts)
+        positions, row_requests = upload(np.arange(len(owners)) + first), upload(owners)
+        cu_seqlens = np.concatenate([[0], ends]).astype(np.int32)
+        seq_lens = (rows.starts + counts).astype(np.int32)
+        device_cu, device_lens = upload(cu_seqlens), upload(seq_lens)
+        layouts = {}
+        for name, host_table in rows.tables.items():
+            table = upload(host_table)
+            layouts[name] = StepLayout(
+                block_size=self.cache.block_size,
+                cu_seqlens=device_cu,
+                seq_lens=device_lens,
+                positions=positions,
+                block_table=table,
+                slot_mapping=self.ops.slot_mapping.run(table, row_requests, positions),
+                host_query_lens=counts.astype(np.int32),
+                host_seq_lens=seq_lens,
+                max_query_len=int(counts.max(initial=0)),
+                max_seq_len=int(seq_lens.max(initial=0)),
             )
         return layouts
 

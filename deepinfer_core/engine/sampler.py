@@ -8,7 +8,15 @@ from typing import Any
 import attrs
 import torch
 
-from deepinfer_core.api import STAGES, LogprobsResult, OpRequest, SamplingBatch, SamplingRequest, StageInfo
+from deepinfer_core.api import (
+    STAGES,
+    JudgedRows,
+    LogprobsResult,
+    OpRequest,
+    SamplingBatch,
+    SamplingRequest,
+    StageInfo,
+)
 
 
 def stage_order(extra: Iterable[StageInfo]) -> tuple[str, ...]:
@@ -20,14 +28,14 @@ def stage_order(extra: Iterable[StageInfo]) -> tuple[str, ...]:
 
 
 def sampling_requests(
-    stages: Iterable[str], vocab_size: int, device_type: str, demands: frozenset[str]
+    stages: Iterable[str], vocab_size: int, device_type: str, demands: frozenset[str], *, verify: bool = False
 ) -> dict[str, OpRequest]:
-    """Slot name -> request for every stage and for ``logprobs``."""
+    """Slot name -> request for every stage, for ``logprobs``, and for ``verify`` if drafts may be rejected."""
     return {
         f"sampling_{stage}": SamplingRequest(
             stage=stage, vocab_size=vocab_size, device_type=device_type, demands=demands
         )
-        for stage in (*stages, "logprobs")
+        for stage in (*stages, "logprobs", *(("verify",) if verify else ()))
     }
 
 
@@ -68,17 +76,37 @@ class Sampler:
         self._stages = tuple((stage, getattr(ops, f"sampling_{stage}").run) for stage in stages if stage != "draw")
         self._draw = ops.sampling_draw.run
         self._logprobs = ops.sampling_logprobs.run
+        verify = getattr(ops, "sampling_verify", None)
+        self._verify = None if verify is None else verify.run
 
-    def run(self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
-        """Sample ``[N, V]`` float32 logits, which may be overwritten."""
+    def run(
+        self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows, judged: JudgedRows | None = None
+    ) -> Sampled:
+        """Sample ``[N, V]`` float32 logits, which may be overwritten; judge drafts by rejection where told to."""
         kept = None if rows.raw is None else logits[rows.raw]
+        logits = self.process(logits, batch)
+        tokens = self._draw(logits, batch)
+        if judged is not None:
+            assert self._verify is not None
+            tokens = self._verify(logits, batch, tokens, judged)
+        return self._sampled(tokens, logits, kept, rows)
+
+    def process(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """``[N, V]`` float32 as the draw gets them; may overwrite its argument."""
         for stage, run in self._stages:
             if stage in batch.active:
                 logits = run(logits, batch)
-        return self._sampled(self._draw(logits, batch), logits, kept, rows)
+        return logits
+
+    def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """``[N]`` int64 from what :meth:`process` gave."""
+        tokens: torch.Tensor = self._draw(logits, batch)
+        return tokens
 
     def run_apart(self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows) -> Sampled:
-        """Sample row by row, after :meth:`run` raised: a row that makes a stage raise gets no token, others do."""
+        """Sample row by row, after :meth:`run` raised: a row that makes a stage raise gets no token, others do.
+
+        Every row is drawn; drafts count where they equal what was drawn."""
         kept = None if rows.raw is None else logits[rows.raw]
         tokens = torch.full((logits.shape[0],), -1, dtype=torch.int64, device=logits.device)
         errors: dict[int, str] = {}

@@ -93,6 +93,10 @@ class SlotNeeds:
             self._asked, self._answer = key, self._work_out(slots)
         return self._answer
 
+    def read(self, slots: Array) -> SamplingNeeds:
+        """The same, from slots of a step in flight: may be called while other slots change hands."""
+        return self._work_out(slots)
+
     def _work_out(self, slots: Array) -> SamplingNeeds:
         flags = np.asarray(self._stages[:, slots].any(axis=1))
         modes = self._logprobs[slots]

@@ -23,6 +23,8 @@ class SlotTable:
         committed: tokens the host has seen. prompt_len, max_len: fixed limits; the sequence ends at max_len.
         min_end: no stop below this length. published: blocks already findable.
         in_flight: launched steps not yet committed.
+        slack: how many tokens ``length`` and ``computed`` may be too high, as drafts in flight may be rejected.
+        unseeded: drawn without a seed of the user's, so that drafts may be judged by rejection.
         last_step: step that last scheduled the slot. stop_ids: ``[slots, K]``, padded with -1.
         tokens: ``[slots, width]`` int32.
     """
@@ -39,6 +41,8 @@ class SlotTable:
         self.max_len = np.zeros(slots, np.int64)
         self.min_end = np.zeros(slots, np.int64)
         self.in_flight = np.zeros(slots, np.int64)
+        self.slack = np.zeros(slots, np.int64)
+        self.unseeded = np.zeros(slots, bool)
         self.last_step = np.zeros(slots, np.int64)
         self.published = np.zeros(slots, np.int64)
         self.finished = np.zeros(slots, bool)
@@ -63,6 +67,8 @@ class SlotTable:
         self.max_len[slot] = request.max_len
         self.min_end[slot] = sequence.prompt_len + request.params.min_tokens
         self.in_flight[slot] = 0
+        self.slack[slot] = 0
+        self.unseeded[slot] = request.params.seed is None and not request.params.is_greedy
         self.last_step[slot] = 0
         self.finished[slot] = False
         self.published[slot] = 0

@@ -1,8 +1,8 @@
-"""Asks the drafter between steps, checks its answers, and tells it what was accepted."""
+"""Asks a host drafter between steps, checks its answers, and tells drafters what was accepted."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -12,16 +12,46 @@ from deepinfer_core.api import Drafter, DraftRow, Verified
 from .request import Sequence
 from .slot_table import SlotTable
 
+if TYPE_CHECKING:
+    from .speculation_device import DraftRuntime
+    from .step_plan import StepPlan
+
 log = structlog.get_logger("deepinfer.speculation")
 
 Array = np.ndarray[Any, np.dtype[np.int32]]
 
 
+def accepted_drafts(plan: StepPlan, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """How many drafts of each request count: ``[R]`` int64.
+
+    A draft is accepted iff it equals the token of the row before it; rows after the first that was not accepted saw
+    a history that never happened. ``tokens [N]`` are those of the sampled rows.
+    """
+    accepted = np.zeros(len(plan.slots), np.int64)
+    if plan.drafts:
+        for request, end in enumerate(np.cumsum(plan.samples).tolist()):
+            drafts = plan.drafts.get(int(plan.slots[request]))
+            if drafts is not None:
+                drawn = tokens[end - len(drafts) - 1 : end - 1]
+                accepted[request] = np.logical_and.accumulate(drafts == drawn).sum()
+    return accepted
+
+
+def last_tokens(plan: StepPlan, tokens: np.ndarray[Any, Any], accepted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The newest token of each request after a step, -1 where none was sampled or none could be drawn: ``[R]``."""
+    verified = np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
+    where = np.cumsum(plan.samples) - 1 - (verified - accepted)
+    if len(tokens) == 0:
+        return np.full(len(plan.slots), -1, np.int64)
+    newest: np.ndarray[Any, Any] = np.where(plan.samples > 0, tokens[where.clip(min=0)], -1)
+    return newest
+
+
 class Speculator:
     """One drafter in use. Whatever it does wrong costs drafts, never a request."""
 
-    def __init__(self, drafter: Drafter, *, max_draft_tokens: int, token_limit: int) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Any, *, max_draft_tokens: int, token_limit: int) -> None:
+        self.drafter: Drafter = drafter
         self.max_draft_tokens = max_draft_tokens
         self.token_limit = token_limit
         self.proposed = 0
@@ -55,10 +85,11 @@ class Speculator:
     def verified(self, results: list[Verified]) -> None:
         self.proposed += sum(r.proposed for r in results)
         self.accepted += sum(r.accepted for r in results)
-        try:
-            self.drafter.verified(results)
-        except Exception:
-            self._failed("verified")
+        if results:
+            try:
+                self.drafter.verified(results)
+            except Exception:
+                self._failed("verified")
         held, self._held = self._held, None
         for sequence in held or ():
             self.forget(sequence)
@@ -101,3 +132,24 @@ class Speculator:
     def _failed(self, call: str) -> None:
         self.failures += 1
         log.exception("drafter raised", call=call)
+
+
+class DeviceSpeculator(Speculator):
+    """Of a device drafter: it drafts inside the steps, and keeps nothing by completion."""
+
+    runtime: DraftRuntime
+
+    @property
+    def failures(self) -> int:
+        """Calls that raised, on the host or in a step."""
+        return self._host_failures + self.runtime.failures
+
+    @failures.setter
+    def failures(self, count: int) -> None:
+        self._host_failures = count
+
+    def propose(self, slots: Array, table: SlotTable) -> dict[int, Array]:
+        return {}
+
+    def forget(self, sequence: Sequence) -> None:
+        pass

@@ -9,8 +9,8 @@ import numpy as np
 
 from .device_state import SlotRow
 from .kv_cache import KVCache
-from .planner import StepPlan
 from .prompt_logprobs import PromptRows
+from .step_plan import StepPlan
 
 Array = np.ndarray[Any, Any]
 
@@ -54,14 +54,38 @@ class StepInputs:
     prompts: list[PromptRows]
 
 
-def step_inputs(plan: StepPlan, cache: KVCache, prompts: list[PromptRows]) -> StepInputs:
-    """Everything the device needs to know about a planned step."""
+@attrs.frozen(kw_only=True)
+class Snapshot:
+    """What is copied from the host's tables when a step is planned; fields as in :class:`StepInputs`."""
+
+    tables: dict[str, Array]
+    redirect_below: Array | None
+    entering: list[SlotRow]
+    prompts: list[PromptRows]
+    planned_rows: int
+
+
+def snapshot(plan: StepPlan, cache: KVCache, prompts: list[PromptRows], spare: int) -> Snapshot:
+    """``spare``: tokens past the step's rows that the tables must cover, where they have blocks for them."""
+    width = cache.blocks_for(int((plan.starts + plan.counts).max()) + spare)
+    redirect = cache.write_from[plan.slots]
+    return Snapshot(
+        tables={name: group.table[plan.slots, :width] for name, group in cache.groups.items()},
+        redirect_below=redirect if redirect.any() else None,
+        entering=[SlotRow(s.slot, s.tokens, s) for s in plan.admitted],
+        prompts=prompts,
+        planned_rows=int(plan.counts.sum()),
+    )
+
+
+def step_inputs(plan: StepPlan, taken: Snapshot) -> StepInputs:
+    """Everything the device needs to know about a step whose drafts are known."""
     slots, counts = plan.slots, plan.counts
     ends = np.cumsum(counts)
     row_requests = np.repeat(np.arange(len(slots)), counts)
     seq_lens = plan.starts + counts
-    width = cache.blocks_for(int(seq_lens.max()))
-    redirect = cache.write_from[slots]
+    fewer = taken.planned_rows - int(ends[-1])  # decode rows come first, so drafts that fell away move prompt rows up
+    prompts = [attrs.evolve(p, first_row=p.first_row - fewer) for p in taken.prompts] if fewer else taken.prompts
     return StepInputs(
         row_requests=row_requests,
         row_slots=slots[row_requests],
@@ -69,13 +93,13 @@ def step_inputs(plan: StepPlan, cache: KVCache, prompts: list[PromptRows]) -> St
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         seq_lens=seq_lens.astype(np.int32),
         counts=counts.astype(np.int32),
-        tables={name: group.table[slots, :width] for name, group in cache.groups.items()},
-        redirect_below=redirect if redirect.any() else None,
+        tables=taken.tables,
+        redirect_below=taken.redirect_below,
         sample_rows=_last(ends, plan.samples) - 1,
         sample_slots=np.repeat(slots, plan.samples),
         sample_positions=_last(seq_lens, plan.samples),
         drafts=_drafts(plan) if plan.drafts else None,
-        entering=[SlotRow(s.slot, s.tokens, s) for s in plan.admitted],
+        entering=taken.entering,
         prompts=prompts,
     )
 

@@ -8,17 +8,6 @@ from deepinfer_core.config import EngineConfig
 
 def refuse_unavailable(config: EngineConfig) -> None:
     """Raise ConfigError for a setting that nothing would act on."""
-    speculation = config.speculation
-    if speculation.verify == "rejection":
-        raise ConfigError(
-            "speculation.verify='rejection': this version verifies exactly, which gives every request the output it "
-            "would have had without drafts: use 'auto' or 'exact'"
-        )
-    if speculation.schedule == "confidence":
-        raise ConfigError(
-            "speculation.schedule='confidence': this version verifies every draft up to speculation.max_draft_tokens: "
-            "use 'fixed'"
-        )
     if config.structured_outputs.backend != "auto":
         raise ConfigError(
             f"structured_outputs.backend={config.structured_outputs.backend!r}: no plugin brings structured output in "

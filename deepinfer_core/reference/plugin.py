@@ -38,6 +38,7 @@ _STAGE_TARGETS = {
     "top_p": "stages:TopP",
     "draw": "draw:Draw",
     "logprobs": "logprobs:Logprobs",
+    "verify": "verify:Verify",
 }
 
 
@@ -113,7 +114,7 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
 
 @hookimpl
 def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
-    return [_stage(name) for name in (*STAGES, "logprobs")]
+    return [_stage(name) for name in (*STAGES, "logprobs", "verify")]
 
 
 @hookimpl

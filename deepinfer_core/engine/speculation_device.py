@@ -1,0 +1,340 @@
+"""The device's part of drafting on the device: what runs inside a step's closure, before and after the target.
+
+Closures run in order, so each finds what the one before it left: the drafts it proposed and how far each request
+really came. On an accelerator that is one small read-back a step; on the host it is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import structlog
+import torch
+
+from deepinfer_core.api import (
+    Device,
+    DeviceDrafter,
+    DraftSchedule,
+    DraftStep,
+    JudgedRows,
+    LayerCache,
+    ModelBatch,
+    Proposal,
+    SamplingBatch,
+    SamplingState,
+    StepLayout,
+)
+
+from .sampler import Sampler
+from .speculation import accepted_drafts, last_tokens
+from .speculation_plan import DraftTurn, first_come, survival
+from .step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from .step_inputs import StepInputs
+
+log = structlog.get_logger("deepinfer.speculation")
+
+Array = np.ndarray[Any, Any]
+MakeLayouts = Callable[["BlockRows"], Mapping[str, StepLayout]]
+
+
+@attrs.frozen(kw_only=True)
+class BlockRows:
+    """Rows that a drafter runs on its own: ``counts`` of each of R requests from ``starts`` on, in their ``tables``."""
+
+    starts: Array
+    counts: Array
+    tables: Mapping[str, Array]
+
+
+@attrs.frozen(kw_only=True)
+class Proposed:
+    """What the host learns of new drafts: ``slots [R]``, ``chances [R, n]`` float64 survival, 0 where there is none."""
+
+    slots: Array
+    chances: Array
+
+
+@attrs.define(kw_only=True)
+class _Pending:
+    """Drafts made by the last step. Arrays run over the R requests it drafted for.
+
+    ``row``: slot -> its number among them, or -1. ``available``: drafts that are tokens. ``scores`` as in Proposal.
+    """
+
+    row: Array
+    anchors: Array
+    tokens: Array
+    available: Array
+    confidence: Array | None
+    chances: Array
+    scores: torch.Tensor | None
+
+
+@attrs.frozen(kw_only=True)
+class TargetRows:
+    """What the target ran in this step, and ``tokens [N]`` it sampled. ``batch`` is None where a graph ran."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    batch: ModelBatch | None
+    taps: Sequence[torch.Tensor]
+    tokens: Array
+    active: frozenset[str]
+
+
+class DraftRuntime:
+    """One device drafter in use. Whatever it does wrong costs drafts, never a request.
+
+    Args:
+        caches: module's cache group -> (engine's name of it, its layers' caches); empty without a module.
+        always_judge: judge by rejection also drafts that come without a distribution; the draw accepts those as often.
+    """
+
+    def __init__(
+        self,
+        drafter: DeviceDrafter,
+        *,
+        device: Device,
+        state: SamplingState,
+        sampler: Sampler,
+        append: Callable[..., None],
+        layouts: MakeLayouts,
+        caches: Mapping[str, tuple[str, Sequence[LayerCache]]],
+        taps: Sequence[int],
+        depth: int,
+        token_limit: int,
+        slots: int,
+        always_judge: bool,
+        schedule: DraftSchedule | None,
+    ) -> None:
+        self.drafter = drafter
+        self.device = device
+        self.taps = taps
+        self.depth = depth
+        self.token_limit = token_limit
+        self.failures = 0
+        self._state = state
+        self._sampler = sampler
+        self._append = append
+        self._layouts = layouts
+        self._caches = caches
+        self._always_judge = always_judge
+        self._schedule = schedule
+        self._behind = np.zeros(slots, np.int64)
+        self._pending: _Pending | None = None
+        self._generator = torch.Generator(device.torch_device)
+        self._generator.seed()
+
+    # ---- before the target
+
+    def forget(self) -> None:
+        """The step failed: what the one before it left is of no use any more."""
+        self._pending = None
+
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """The plan with its true starts, and with the drafts that are verified."""
+        turn = plan.turn
+        assert turn is not None
+        starts = plan.starts - np.where(turn.floating, self._behind[plan.slots], 0)
+        taken, drafts, confidence = np.zeros_like(turn.caps), {}, {}
+        pending = self._pending
+        if pending is not None:
+            for sequence in plan.admitted:
+                pending.row[sequence.slot] = -1  # whoever had the slot before drafted for itself
+        if pending is not None and turn.total:
+            found = pending.row[plan.slots]
+            fits = (found >= 0) & (pending.anchors[found] == starts)
+            caps = np.where(fits, np.minimum(turn.caps, pending.available[found]), 0)
+            taken = self._allocate(pending.chances[found], caps, min(turn.total, int(caps.sum())))
+            for i in np.nonzero(taken)[0].tolist():
+                slot, row = int(plan.slots[i]), int(found[i])
+                drafts[slot] = pending.tokens[row, : taken[i]]
+                if pending.confidence is not None:
+                    confidence[slot] = pending.confidence[row, : taken[i]]
+        spare = turn.caps - taken
+        has_scores = pending is not None and pending.scores is not None
+        return attrs.evolve(
+            plan,
+            starts=starts,
+            counts=plan.counts - spare,
+            samples=plan.samples - spare,
+            drafts=drafts,
+            confidence=confidence,
+            rejects=plan.rejects if self._always_judge or has_scores else None,
+        )
+
+    def judged(self, plan: StepPlan) -> JudgedRows | None:
+        """The rows of a resolved plan that rejection sampling decides."""
+        pending = self._pending
+        scores = None if pending is None else pending.scores
+        rows, drafts = judged_rows(plan)
+        if len(rows) == 0:
+            return None
+        kept = None
+        if scores is not None:
+            assert pending is not None
+            index = np.array([pending.row[slot] * scores.shape[1] + j for slot, j in _judged_places(plan)], np.int64)
+            kept = scores.flatten(0, 1)[self.device.upload(index)]
+        return JudgedRows(rows=self.device.upload(rows), drafts=self.device.upload(drafts), scores=kept)
+
+    def _allocate(self, chances: Array, caps: Array, total: int) -> Array:
+        if self._schedule is None or total >= int(caps.sum()):
+            return first_come(caps, total)
+        known = chances * (np.arange(chances.shape[1]) < caps[:, None])
+        counts = np.asarray(self._schedule.allocate(known, caps, total)).clip(0, caps)
+        return counts if int(counts.sum()) <= total else first_come(counts, total)
+
+    # ---- after the target
+
+    def after(self, ran: TargetRows) -> Proposed | None:
+        """Let the drafter see what the target did, and draft for the next step."""
+        plan = ran.plan
+        turn = plan.turn
+        assert turn is not None
+        accepted = accepted_drafts(plan, ran.tokens)
+        self._behind[plan.slots] = turn.caps - accepted
+        self._pending = None
+        try:
+            step, chosen = self._step(ran, turn, accepted)
+            self.drafter.absorb(step)
+            if len(chosen) == 0:
+                return None
+            return self._keep(self.drafter.propose(step), plan.slots[chosen], step.host_anchors)
+        except Exception:
+            self.failures += 1
+            log.exception("drafter raised", call="absorb or propose")
+            return None
+
+    def _step(self, ran: TargetRows, turn: DraftTurn, accepted: Array) -> tuple[DraftStep, Array]:
+        plan, upload = ran.plan, self.device.upload
+        verified = np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
+        advance = plan.counts - (verified - accepted)
+        wanted = turn.room & (plan.samples > 0) & (last_tokens(plan, ran.tokens, accepted) >= 0)
+        chosen = np.nonzero(wanted)[0] if turn.propose else np.zeros(0, np.int64)
+        anchors = (plan.starts + advance)[chosen]
+        row_starts = np.cumsum(plan.counts) - plan.counts
+        state, slots = self._state, upload(plan.slots[chosen])
+        device_anchors = upload(anchors)
+        rejects = upload(turn.rejects[chosen]) if turn.rejects is not None and turn.rejects[chosen].any() else None
+        tables = {engine: ran.inputs.tables[engine][chosen] for engine, _ in self._caches.values()}
+
+        def block(tokens: torch.Tensor, offset: int) -> ModelBatch:
+            counts = np.full(len(chosen), tokens.shape[1], np.int64)
+            layouts = self._layouts(BlockRows(starts=anchors + offset, counts=counts, tables=tables))
+            return self._batch(tokens.flatten(), layouts)
+
+        def choose(scores: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return self._choose(scores, j, ran.active, slots, device_anchors, int(anchors.max()), rejects)
+
+        following = np.minimum(ran.inputs.positions + 1, state.history.shape[1] - 1)
+        step = DraftStep(
+            state=state,
+            slots=slots,
+            anchors=device_anchors,
+            host_anchors=anchors,
+            depth=self.depth,
+            rows=self._batch(ran.batch.token_ids, ran.batch.layouts)
+            if self._caches and ran.batch is not None
+            else None,
+            next_tokens=state.history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64),
+            taps=ran.taps,
+            last_rows=upload((row_starts + advance - 1)[chosen]),
+            block=block,
+            choose=choose,
+        )
+        return step, chosen
+
+    def _batch(self, token_ids: torch.Tensor, layouts: Mapping[str, StepLayout]) -> ModelBatch:
+        """The module's view: its own names of the groups."""
+        own = {name: layouts[engine] for name, (engine, _) in self._caches.items()}
+        return ModelBatch(
+            token_ids=token_ids,
+            positions=next(iter(own.values())).positions,
+            layouts=own,
+            caches={name: layers for name, (_, layers) in self._caches.items()},
+        )
+
+    def _choose(
+        self,
+        scores: torch.Tensor,
+        j: int,
+        active: frozenset[str],
+        slots: torch.Tensor,
+        anchors: torch.Tensor,
+        highest: int,
+        rejects: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft j of each request, drawn as its request samples.
+
+        Exact rows share the target's noise, so that draft and target agree as often as a coupling can. Rejected rows
+        need noise of their own, fresh in every step: how many drafts are verified may depend on earlier drafts.
+        """
+        positions = anchors + 1 + j
+        batch = SamplingBatch(
+            state=self._state,
+            slots=slots,
+            positions=positions,
+            token_limit=self.token_limit,
+            active=active,
+            max_position=highest + 1 + j,
+        )
+        processed = self._sampler.process(scores.to(torch.float32), batch)
+        tokens = self._sampler.draw(processed, batch)
+        if rejects is not None:
+            noise = torch.empty_like(processed).exponential_(generator=self._generator).log()
+            fresh = (processed - noise).argmax(dim=-1)
+            tokens = torch.where(rejects & (tokens >= 0), fresh, tokens)
+        self._append(self._state.history, slots, positions, tokens)
+        return tokens, processed if rejects is not None else None
+
+    def _keep(self, proposal: Proposal, slots: Array, anchors: Array) -> Proposed:
+        tokens = self.device.download(proposal.tokens)[:, : self.depth]
+        if tokens.ndim != 2 or len(tokens) != len(slots) or tokens.dtype.kind not in "iu":
+            raise TypeError(f"drafts of shape {proposal.tokens.shape}, {proposal.tokens.dtype}: expected int64 [R, n]")
+        good = np.logical_and.accumulate((tokens >= 0) & (tokens < self.token_limit), axis=1)
+        confidence = None
+        if proposal.confidence is not None:
+            confidence = self.device.download(proposal.confidence)[:, : self.depth].astype(np.float64)
+        chances = survival(np.ones(tokens.shape) if confidence is None else confidence) * good
+        row = np.full(len(self._behind), -1, np.int64)
+        row[slots] = np.arange(len(slots))
+        self._pending = _Pending(
+            row=row,
+            anchors=anchors,
+            tokens=tokens.astype(np.int64),
+            available=good.sum(axis=1),
+            confidence=confidence,
+            chances=chances,
+            scores=proposal.scores,
+        )
+        return Proposed(slots=slots, chances=chances)
+
+
+def _judged_places(plan: StepPlan) -> list[tuple[int, int]]:
+    """``(slot, number of the draft)`` of the rows that :func:`judged_rows` names, in its order."""
+    assert plan.rejects is not None
+    return [
+        (slot, j)
+        for slot, rejects in zip(plan.slots.tolist(), plan.rejects.tolist(), strict=True)
+        if rejects
+        for j in range(len(plan.drafts.get(slot, ())))
+    ]
+
+
+def judged_rows(plan: StepPlan) -> tuple[Array, Array]:
+    """Sampled rows of requests under the rejection rule that a draft follows, and those drafts: ``[J]`` int64 each."""
+    rows: list[int] = []
+    drafts: list[int] = []
+    if plan.rejects is not None and plan.drafts:
+        first = (np.cumsum(plan.samples) - plan.samples).tolist()
+        for slot, row, rejects in zip(plan.slots.tolist(), first, plan.rejects.tolist(), strict=True):
+            tokens = plan.drafts.get(slot) if rejects else None
+            if tokens is not None:
+                rows += range(row, row + len(tokens))
+                drafts += tokens.tolist()
+    return np.array(rows, np.int64), np.array(drafts, np.int64)

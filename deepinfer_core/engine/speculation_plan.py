@@ -1,0 +1,150 @@
+"""The host's part of drafting on the device: how many drafts a step may verify, before their tokens are known.
+
+A step is planned as if every draft were accepted. Where the step before it is still in flight, its starts are upper
+bounds; the closure moves them back (``speculation_device.py``) and the commit moves the slot table back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+
+from deepinfer_core.api import DraftSchedule, VerifyCost
+
+from .kv_cache import KVCache
+from .slot_table import SlotTable
+
+Array = np.ndarray[Any, Any]
+
+
+@attrs.frozen(kw_only=True)
+class DraftTurn:
+    """A step's part in speculation. Arrays run over its R requests.
+
+    Attributes:
+        caps: drafts that each may verify; the plan's counts include them. total: how many in all.
+        floating: the start assumes that every draft of the step before is accepted.
+        room: blocks are there for the drafter's own rows. propose: whether to draft for the next step.
+        rejects: whose new drafts will be judged by rejection; None: nobody's.
+    """
+
+    caps: Array
+    total: int
+    floating: Array
+    room: Array
+    propose: bool
+    rejects: Array | None
+
+
+def survival(confidence: Array) -> Array:
+    """``[R, n]`` chances that a draft is accepted if those before it are -> ``[R, n]`` float64 that all up to it are.
+
+    What is no probability counts as the nearest one, NaN as 0.
+    """
+    chances = np.nan_to_num(confidence.astype(np.float64), nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0)
+    product: Array = np.cumprod(chances, axis=1)
+    return product
+
+
+def first_come(caps: Array, total: int) -> Array:
+    """``total`` drafts given to the requests in their order: ``[R]`` counts."""
+    before = np.cumsum(caps) - caps
+    counts: Array = np.clip(total - before, 0, caps)
+    return counts
+
+
+class DraftPlanner:
+    """Plans verification for a device drafter.
+
+    Args:
+        depth: most drafts of one request. reserve: whether the drafter writes cache rows of its own.
+        schedule: of ``speculation.schedule = "confidence"``, or None: verify every draft.
+        delayed: steps are planned before the drafts they verify are known.
+        judges_by_rejection: drafts of requests without a seed may be judged by rejection sampling.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: KVCache,
+        slots: SlotTable,
+        depth: int,
+        max_model_len: int,
+        reserve: bool,
+        schedule: DraftSchedule | None,
+        delayed: bool,
+        judges_by_rejection: bool,
+    ) -> None:
+        self.cache = cache
+        self.slots = slots
+        self.depth = depth
+        self.max_model_len = max_model_len
+        self.reserve = reserve
+        self.schedule = schedule
+        self.delayed = delayed
+        self.judges_by_rejection = judges_by_rejection
+        self.steps = 0
+        self.verified_budget = 0
+        self._offered = np.zeros(slots.slots, bool)
+        self._survival = np.ones((slots.slots, depth))
+
+    def caps(self, decodes: Array, budget: int) -> tuple[Array, int]:
+        """Most drafts of each decoding slot, their blocks owned, and how many may be verified in all.
+
+        ``budget``: rows the step has left. Drafts preempt nobody.
+        """
+        table = self.slots
+        length = table.length[decodes]
+        caps: Array = np.minimum(table.max_len[decodes] - length - 1, self.depth).clip(min=0)
+        caps = np.where(self._offered[decodes], caps, 0)
+        if budget <= 0 or not caps.any():
+            return np.zeros_like(caps), 0
+        total = min(budget, int(caps.sum()))
+        if self.schedule is not None:
+            known = self._survival[decodes] * (np.arange(self.depth) < caps[:, None])
+            total = min(total, max(0, self.schedule.budget(known, caps, len(decodes), delayed=self.delayed)))
+        if total == 0:
+            return np.zeros_like(caps), 0
+        for i, slot in enumerate(decodes.tolist()):
+            caps[i] = max(0, min(int(caps[i]), self.cache.most_tokens(slot) - int(length[i])))
+            if caps[i]:
+                self.cache.grow(slot, int(length[i] + caps[i]))
+        total = min(total, int(caps.sum()))
+        self.steps += 1
+        self.verified_budget += total
+        return caps, total
+
+    def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
+        """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""
+        drafts = samples > 0
+        room = drafts & (tops + self.depth <= self.max_model_len)
+        if self.reserve:
+            for i in np.nonzero(room)[0].tolist():
+                slot, wanted = int(slots[i]), int(tops[i]) + self.depth
+                room[i] = self.cache.can_grow(slot, wanted)
+                if room[i]:
+                    self.cache.grow(slot, wanted)
+        propose = bool(room.any()) and (self.schedule is None or self.schedule.drafts(int(room.sum())))
+        self._offered[:] = False
+        if propose:
+            self._offered[slots[room]] = True
+        floating = self.slots.slack[slots] > 0
+        rejects = self.slots.unseeded[slots] if self.judges_by_rejection else None
+        return DraftTurn(caps=caps, total=total, floating=floating, room=room, propose=propose, rejects=rejects)
+
+    def known(self, slots: Array, chances: Array) -> None:
+        """The survival of newly made drafts, ``[R, n]`` of these slots, has become known to the host."""
+        self._survival[slots] = 0.0
+        self._survival[slots, : chances.shape[1]] = chances
+
+    def observe(self, cost: VerifyCost) -> None:
+        """What a step cost."""
+        if self.schedule is not None:
+            self.schedule.observe(cost)
+
+    def entered(self, slot: int) -> None:
+        """Another sequence took the slot: nothing is known of its drafts, so they count as certain."""
+        self._offered[slot] = False
+        self._survival[slot] = 1.0

@@ -1,0 +1,139 @@
+"""Puts a drafter to work in an engine: its module, its schedule with measured costs, its part of runner and planner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from deepinfer_core.api import DraftSchedule, Model, ModelBatch
+
+from .planner import Planner
+from .runner import Runner
+from .speculation import DeviceSpeculator, Speculator
+from .speculation_device import BlockRows, DraftRuntime
+from .speculation_module import PlannedDrafter, module_caches, start_drafter
+from .speculation_plan import DraftPlanner
+
+if TYPE_CHECKING:
+    from deepinfer_core.checkpoint import Checkpoint
+    from deepinfer_core.config import EngineConfig
+
+    from .planning import PlannedEngine
+
+
+def open_speculation(
+    planned: PlannedDrafter,
+    config: EngineConfig,
+    *,
+    planner: Planner,
+    runner: Runner,
+    module: Model | None,
+    target: str,
+    key: Mapping[str, str],
+    delayed: bool,
+) -> tuple[Speculator, str]:
+    """The speculator of an engine, and where its cost table came from ("" without one)."""
+    depth = config.speculation.max_draft_tokens
+    drafter = planned.info.factory.load()(planned.settings)
+    if planned.on_host:
+        planner.judges_by_rejection = config.speculation.verify == "rejection"
+        return Speculator(drafter, max_draft_tokens=depth, token_limit=runner.token_limit), ""
+    start_drafter(drafter, planned, module, config, target, runner.token_limit)
+    planner.judges_by_rejection = config.speculation.verify != "exact"
+    schedule: DraftSchedule | None = None
+    source = ""
+    if config.speculation.schedule == "confidence":
+        assert planned.info.schedule is not None
+        schedule = planned.info.schedule.load()(planned.settings)
+        sizes = step_sizes(min(config.scheduling.max_running * (depth + 1), config.scheduling.max_batch_tokens))
+        source = schedule.start(StepProbe(runner).seconds, sizes, key)
+    planner.drafting = DraftPlanner(
+        cache=planner.cache,
+        slots=planner.slots,
+        depth=depth,
+        max_model_len=planner.cache.max_model_len,
+        reserve=module is not None,
+        schedule=schedule,
+        delayed=delayed,
+        judges_by_rejection=planner.judges_by_rejection,
+    )
+    own = None if planned.module is None else planned.module.spec.draft
+    runner.drafting = DraftRuntime(
+        drafter,
+        device=runner.device,
+        state=runner.state.sampling,
+        sampler=runner.sampler,
+        append=runner.ops.append_tokens.run,
+        layouts=runner.block_layouts,
+        caches=module_caches(planned.module, runner.layer_caches),
+        taps=() if own is None else own.taps,
+        depth=depth,
+        token_limit=runner.token_limit,
+        slots=planner.slots.slots,
+        always_judge=config.speculation.verify == "rejection",
+        schedule=schedule,
+    )
+    speculator = DeviceSpeculator(drafter, max_draft_tokens=depth, token_limit=runner.token_limit)
+    speculator.runtime = runner.drafting
+    return speculator, source
+
+
+def step_sizes(largest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ...: step sizes worth measuring, up to ``largest``."""
+    sizes = {1, largest}
+    size = 2
+    while size <= largest:
+        sizes |= {size, min(size + size // 2, largest)}
+        size *= 2
+    return sorted(sizes)
+
+
+class StepProbe:
+    """Measures the target on rows that belong to nobody: they write to the null block."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def seconds(self, rows: int) -> float:
+        """Seconds of one step with so many decode rows, after the inputs are there: forward pass and logits."""
+        runner = self._runner
+        counts = np.ones(rows, np.int64)
+        tables = {name: np.zeros((rows, 1), np.int32) for name in runner.layer_caches}
+
+        def work() -> float:
+            with torch.inference_mode():
+                layouts = runner.block_layouts(BlockRows(starts=counts * 0, counts=counts, tables=tables))
+                positions = next(iter(layouts.values())).positions if layouts else None
+                upload = runner.device.upload
+                batch = ModelBatch(
+                    token_ids=upload(np.arange(rows) % runner.token_limit),
+                    positions=upload(counts * 0) if positions is None else positions,
+                    layouts=layouts,
+                    caches=runner.layer_caches,
+                )
+                started = time.perf_counter()
+                logits = runner.model.logits(runner.model.forward(batch, runner.model.plan(batch)))
+                runner.device.download(logits.argmax(dim=-1))
+                return time.perf_counter() - started
+
+        return runner.stream.submit(work).wait()
+
+
+def cost_key(planned: PlannedEngine, checkpoint: Checkpoint) -> dict[str, str]:
+    """What a measurement of step costs holds for."""
+    plan = planned.plan
+    return {
+        "model": str(checkpoint.path),
+        "architecture": planned.spec.architecture,
+        "dtype": planned.spec.dtype,
+        "device": f"{plan.accelerator} {plan.device.get('arch', '')}",
+        "threads": str(planned.device.num_threads),
+        "core": plan.core,
+        "torch": torch.__version__,
+        "plugins": ",".join(f"{record.name}={record.version}" for record in plan.plugins),
+        "operators": ",".join(sorted({choice.provider for choice in plan.choices})),
+    }

@@ -1,0 +1,38 @@
+"""What the plugin declares. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepinfer_core.api import DrafterInfo, LazyRef, PluginInfo, hookimpl
+
+from .settings import Settings
+
+_HERE = "deepinfer_spec_decode"
+
+
+def _drafter(name: str, help: str, factory: str) -> DrafterInfo:
+    return DrafterInfo(
+        name=name,
+        help=help,
+        factory=LazyRef(f"{_HERE}.{factory}"),
+        needs=LazyRef(f"{_HERE}.needs:{name}"),
+        schedule=LazyRef(f"{_HERE}.schedule:ConfidenceSchedule"),
+    )
+
+
+@hookimpl
+def deepinfer_plugin() -> PluginInfo:
+    return PluginInfo(
+        name="spec_decode",
+        help="Speculative decoding: n-grams, draft models",
+        settings=Settings,
+    )
+
+
+@hookimpl
+def deepinfer_speculation() -> Sequence[DrafterInfo]:
+    return [
+        _drafter("ngram", "What followed the last tokens before; any model", "ngram:NGramDrafter"),
+        _drafter("draft_model", "A smaller model of the same vocabulary", "draft_model:DraftModel"),
+    ]
