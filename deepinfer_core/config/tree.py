@@ -112,11 +112,11 @@ class SpeculationConfig:
     verify: Literal["auto", "exact", "rejection"] = setting(
         "auto",
         help="`exact`: a draft is accepted if it equals the target's own token, so seeds give the same output as "
-        "without speculation. `rejection`: rejection sampling, for requests without a seed; refused until a plugin "
-        "brings it. `auto`: exact.",
+        "without speculation. `rejection`: rejection sampling for requests without a seed, exact for all others. "
+        "`auto`: rejection sampling for requests without a seed whose drafts come with a distribution.",
     )
     schedule: Literal["fixed", "confidence"] = setting(
-        "fixed", help="How many drafts are verified: always `max_draft_tokens`, or by the drafter's confidence."
+        "fixed", help="How many drafts are verified: as many as there are, or what pays by the drafter's confidence."
     )
     confidence_temperature: tuple[float, ...] = setting(
         (1.0,),

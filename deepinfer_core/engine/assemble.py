@@ -145,6 +145,7 @@ def build_engine(
         token_limit=token_limit,
         extra_stages=planned.stages,
         graphs=None if module is not None else _graphs(planned, model, ops, cache, layer_caches),
+        groups=[g.name for g in spec.cache_groups],
         spare=config.speculation.max_draft_tokens if drafter is not None and not drafter.on_host else 0,
     )
     speculator = None

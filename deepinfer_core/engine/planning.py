@@ -52,7 +52,7 @@ from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
-from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, check_depth, check_module, read_needs
+from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, check_depth, check_module, own_keys, read_needs
 from .unavailable import refuse_unavailable
 
 PROVIDER_HOOKS = (
@@ -168,8 +168,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     fallback = _fallback(config, chosen.device)
     choices = _choose_all(config, spec, requests, providers, chosen, fallback)
     if drafter is not None and module is not None:
-        ours = _own_keys(config)
-        own = _choose_all(ours, module.spec, dict(module.spec.ops), providers, chosen, fallback)
+        own = _choose_all(own_keys(config), module.spec, dict(module.spec.ops), providers, chosen, fallback)
         drafter = attrs.evolve(drafter, module=attrs.evolve(module, choices=own))
         choices += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in own)
     policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
@@ -279,13 +278,6 @@ def _check_keys(
     own = {} if module is None else {**_layout_requests(config, module.spec, chosen), **module.spec.ops}
     prefixed = {PREFIX + slot: request for slot, request in own.items()}
     check_user_keys(config.ops, {**_layout_requests(config, spec, chosen), **requests, **prefixed})
-
-
-def _own_keys(config: EngineConfig) -> EngineConfig:
-    """The configuration with the module's slots under their own names; a key for an operator means both models."""
-    ops = {key: value for key, value in config.ops.items() if not key.startswith(PREFIX)}
-    ops |= {key.removeprefix(PREFIX): value for key, value in config.ops.items() if key.startswith(PREFIX)}
-    return attrs.evolve(config, ops=ops)
 
 
 def _choose_all(

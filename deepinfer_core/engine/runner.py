@@ -105,6 +105,7 @@ class Runner:
         extra_stages: Sequence[StageInfo] = (),
         graphs: DecodeGraphs | None = None,
         spare: int = 0,
+        groups: Sequence[str] | None = None,
     ) -> None:
         self.device = device
         self.stream = stream
@@ -117,6 +118,8 @@ class Runner:
         self.token_limit = token_limit
         self.graphs = graphs
         self.spare = spare
+        own = layer_caches if groups is None else groups  # others are a draft module's
+        self.target_caches = {name: layer_caches[name] for name in own}
         self.drafting: DraftRuntime | None = None
         self.state = DeviceState(device, slots.slots, vocab_size, extra_stages, spare=spare)
         self.sampler = Sampler(ops, stage_order(extra_stages))
@@ -203,22 +206,25 @@ class Runner:
     def _target(
         self, inputs: StepInputs, history: torch.Tensor, drafting: DraftRuntime | None
     ) -> tuple[torch.Tensor, ModelBatch | None, Sequence[torch.Tensor]]:
-        """``[T, hidden]`` of the model, its batch unless a graph ran, and the layers' outputs that a drafter reads."""
+        """``[T, hidden]`` of the model; the batch with all cache groups unless a graph ran; what a drafter reads."""
         if self.graphs is not None and self.graphs.takes(inputs):
             return self.graphs.run(inputs, history), None, ()
         upload = self.device.upload
         positions, row_requests = upload(inputs.positions), upload(inputs.row_requests)
-        batch = ModelBatch(
+        whole = ModelBatch(
             token_ids=self.ops.input_ids.run(history, upload(inputs.row_slots), positions),
             positions=positions,
             layouts=self._layouts(inputs, positions, row_requests),
             caches=self.layer_caches,
         )
+        batch = attrs.evolve(
+            whole, layouts={name: whole.layouts[name] for name in self.target_caches}, caches=self.target_caches
+        )
         if drafting is None or not drafting.taps:
-            return self.model.forward(batch, self.model.plan(batch)), batch, ()
+            return self.model.forward(batch, self.model.plan(batch)), whole, ()
         model: Any = self.model
         hidden, taps = model.forward_tapped(batch, model.plan(batch), drafting.taps)
-        return hidden, batch, taps
+        return hidden, whole, taps
 
     def _sample_rows(self, hidden: torch.Tensor, ready: ReadyStep, drafting: DraftRuntime | None) -> Sampled:
         upload, inputs, needs = self.device.upload, ready.inputs, ready.needs

@@ -130,6 +130,10 @@ class DraftRuntime:
         self._generator = torch.Generator(device.torch_device)
         self._generator.seed()
 
+    def reseed(self, seed: int) -> None:
+        """Fix the noise that drafts judged by rejection are drawn with, which is fresh in every engine."""
+        self._generator.manual_seed(seed)
+
     # ---- before the target
 
     def forget(self) -> None:
@@ -232,15 +236,16 @@ class DraftRuntime:
             return self._choose(scores, j, ran.active, slots, device_anchors, int(anchors.max()), rejects)
 
         following = np.minimum(ran.inputs.positions + 1, state.history.shape[1] - 1)
+        rows = None
+        if self._caches and ran.batch is not None:
+            rows = self._batch(ran.batch.token_ids, ran.batch.layouts)
         step = DraftStep(
             state=state,
             slots=slots,
             anchors=device_anchors,
             host_anchors=anchors,
             depth=self.depth,
-            rows=self._batch(ran.batch.token_ids, ran.batch.layouts)
-            if self._caches and ran.batch is not None
-            else None,
+            rows=rows,
             next_tokens=state.history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64),
             taps=ran.taps,
             last_rows=upload((row_starts + advance - 1)[chosen]),

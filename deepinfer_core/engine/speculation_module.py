@@ -91,6 +91,13 @@ def read_needs(info: DrafterInfo, settings: Any, config: EngineConfig, target: M
     return needs
 
 
+def own_keys(config: EngineConfig) -> EngineConfig:
+    """The configuration with the module's slots under their own names; a key for an operator means both models."""
+    ops = {key: value for key, value in config.ops.items() if not key.startswith(PREFIX)}
+    ops |= {key.removeprefix(PREFIX): value for key, value in config.ops.items() if key.startswith(PREFIX)}
+    return attrs.evolve(config, ops=ops)
+
+
 def check_module(config: EngineConfig, target: ModelSpec, definition: type[ModelDefinition], module: ModelSpec) -> None:
     """Refuse a module that does not fit its target.
 

@@ -102,7 +102,8 @@ class StepProbe:
         """Seconds of one step with so many decode rows, after the inputs are there: forward pass and logits."""
         runner = self._runner
         counts = np.ones(rows, np.int64)
-        tables = {name: np.zeros((rows, 1), np.int32) for name in runner.layer_caches}
+        caches = runner.target_caches
+        tables = {name: np.zeros((rows, 1), np.int32) for name in caches}
 
         def work() -> float:
             with torch.inference_mode():
@@ -113,7 +114,7 @@ class StepProbe:
                     token_ids=upload(np.arange(rows) % runner.token_limit),
                     positions=upload(counts * 0) if positions is None else positions,
                     layouts=layouts,
-                    caches=runner.layer_caches,
+                    caches=caches,
                 )
                 started = time.perf_counter()
                 logits = runner.model.logits(runner.model.forward(batch, runner.model.plan(batch)))

@@ -14,8 +14,6 @@ from deepinfer_core.api import ConfigError
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("speculation__verify", "rejection"),
-        ("speculation__schedule", "confidence"),
         ("structured_outputs__backend", "acme"),
     ],
 )
