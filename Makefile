@@ -25,6 +25,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(PACKAGES)
 demo: setup ## answer a question with a real model on this machine's processor
 	@$(BIN)/deepinfer generate --model demo --chat --stream --temperature 0 --max-tokens 96 \
 		--prompt "What is the capital of France, and what is it known for?"
+	@printf '\nThe DeepSeek-V4 of this repository goes on after "def read_config(path):"\n'
+	@$(BIN)/deepinfer generate --model demo-v4 --stream --temperature 0 --max-tokens 40 \
+		--prompt "def read_config(path):"
 
 test: setup ## the tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow"

@@ -34,8 +34,8 @@ def pool(x: torch.Tensor, w: Weights, prefix: str, rate: int, overlap: bool, tab
     """
     count = x.shape[1] // rate
     x = x[:, : count * rate]
-    value = linear(x, w[f"{prefix}wkv.weight"]).float().unflatten(1, (count, rate))
-    gate = linear(x, w[f"{prefix}wgate.weight"]).float().unflatten(1, (count, rate)) + w[f"{prefix}ape"].float()
+    value = linear(x, w[f"{prefix}wkv.weight"]).float().view(len(x), count, rate, -1)
+    gate = linear(x, w[f"{prefix}wgate.weight"]).float().view_as(value) + w[f"{prefix}ape"].float()
     if overlap:
         width = value.shape[-1] // 2
         before = value.new_zeros(value.shape[0], 1, rate, width)
@@ -49,12 +49,12 @@ def pool(x: torch.Tensor, w: Weights, prefix: str, rate: int, overlap: bool, tab
 def index_scores(x: torch.Tensor, low: torch.Tensor, w: Weights, shape: Shape, table: Angles) -> torch.Tensor:
     """Scores ``[B, T, N]`` float32 of every entry for every query."""
     keys = pool(x, w, "attn.indexer.compressor.", shape.csa_rate, True, table, shape.eps)
-    query = linear(low, w["attn.indexer.wq_b.weight"]).unflatten(-1, (shape.index_heads, shape.index_dim))
-    query = rotate(query, table)
-    b, t, h, d = query.shape
+    (b, t), h, d = x.shape[:2], shape.index_heads, shape.index_dim
+    query = rotate(linear(low, w["attn.indexer.wq_b.weight"]).view(b, t, h, d), table)
     weights = linear(x, w["attn.indexer.weights_proj.weight"]).float() * (d * h) ** -0.5
     products = torch.relu(query.reshape(b, t * h, d) @ keys.transpose(1, 2)).view(b, t, h, -1).float()
-    return (products * weights[..., None]).sum(2)
+    scores: torch.Tensor = (products * weights[..., None]).sum(2)
+    return scores
 
 
 def choose(scores: torch.Tensor, visible: torch.Tensor, top_k: int, exact: bool) -> torch.Tensor:
@@ -86,7 +86,7 @@ def attention(
     b, t, _ = x.shape
     loss = x.new_zeros((), dtype=torch.float32)
     low = rms(linear(x, w["attn.wq_a.weight"]), w["attn.q_norm.weight"], shape.eps)
-    query = linear(low, w["attn.wq_b.weight"]).unflatten(-1, (shape.heads, shape.head_dim))
+    query = linear(low, w["attn.wq_b.weight"]).view(b, t, shape.heads, shape.head_dim)
     query = rotate(rms(query, None, shape.eps), table)
     kv = rotate(rms(linear(x, w["attn.wkv.weight"]), w["attn.kv_norm.weight"], shape.eps), table)
     entries, allowed, index = None, None, None
@@ -106,7 +106,7 @@ def attention(
         loss = indexer_loss(index, mass, allowed)
     attended = rotate(attended, table, back=True)
     grouped = attended.reshape(b, t, shape.o_groups, -1)
-    low_rank = w["attn.wo_a.weight"].to(x.dtype).unflatten(0, (shape.o_groups, shape.o_rank))
+    low_rank = w["attn.wo_a.weight"].to(x.dtype).view(shape.o_groups, shape.o_rank, -1)
     inner = torch.einsum("btgi,gri->btgr", grouped, low_rank).flatten(2)
     return linear(inner, w["attn.wo_b.weight"]), loss
 

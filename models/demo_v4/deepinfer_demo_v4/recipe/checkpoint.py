@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from .layers import Weights
 from .shape import Kind, Shape
+
+Draw = Callable[..., torch.Tensor]
+"""``(*size, gain=1.0)`` -> normal numbers of deviation ``gain / sqrt(last size)``."""
 
 SHARD = 11_900_000
 """Bytes of a shard's tensors, at most: with its header it stays under 12 MB."""
@@ -48,7 +52,8 @@ def initial(shape: Shape, counts: np.ndarray, seed: int = 0) -> Weights:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int, gain: float = 1.0) -> torch.Tensor:
-        return torch.randn(*size, generator=generator) * gain * size[-1] ** -0.5
+        drawn: torch.Tensor = torch.randn(*size, generator=generator) * gain * size[-1] ** -0.5
+        return drawn
 
     w: Weights = {"embed.weight": torch.randn(shape.vocab, shape.hidden, generator=generator) * 0.5}
     for layer, kind in enumerate(shape.kinds):
@@ -75,9 +80,8 @@ def initial(shape: Shape, counts: np.ndarray, seed: int = 0) -> Weights:
     return w
 
 
-def _hyper(shape: Shape, prefix: str, sublayer: int, normal: object) -> Weights:
+def _hyper(shape: Shape, prefix: str, sublayer: int, normal: Draw) -> Weights:
     """Read one stream (another for each sub-layer), write to all, keep each stream to itself."""
-    assert callable(normal)
     m = shape.streams
     pre = torch.full((m,), -2.0)
     pre[sublayer % m] = 2.0
@@ -89,8 +93,7 @@ def _hyper(shape: Shape, prefix: str, sublayer: int, normal: object) -> Weights:
     }
 
 
-def _attention(shape: Shape, p: str, kind: Kind, normal: object) -> Weights:
-    assert callable(normal)
+def _attention(shape: Shape, p: str, kind: Kind, normal: Draw) -> Weights:
     hidden, d = shape.hidden, shape.head_dim
     w: Weights = {
         f"{p}attn_sink": torch.zeros(shape.heads),
@@ -113,8 +116,7 @@ def _attention(shape: Shape, p: str, kind: Kind, normal: object) -> Weights:
     return w
 
 
-def _compressor(p: str, rate: int, width: int, out: int, hidden: int, normal: object) -> Weights:
-    assert callable(normal)
+def _compressor(p: str, rate: int, width: int, out: int, hidden: int, normal: Draw) -> Weights:
     return {
         f"{p}wkv.weight": normal(width, hidden),
         f"{p}wgate.weight": normal(width, hidden, gain=0.3),

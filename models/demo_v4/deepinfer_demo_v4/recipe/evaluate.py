@@ -34,7 +34,8 @@ def byte_lengths(tokenizer: Path) -> np.ndarray:
     # A byte-level vocabulary writes every byte as one character.
     assert isinstance(loaded.decoder, decoders.ByteLevel)
     special = set(loaded.get_added_tokens_decoder())
-    return np.array([0 if i in special else len(loaded.id_to_token(i)) for i in range(loaded.get_vocab_size())])
+    pieces = [loaded.id_to_token(i) or "" for i in range(loaded.get_vocab_size())]
+    return np.array([0 if i in special else len(piece) for i, piece in enumerate(pieces)])
 
 
 def texts(stream: np.ndarray) -> list[np.ndarray]:

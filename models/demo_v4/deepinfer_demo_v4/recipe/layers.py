@@ -51,7 +51,7 @@ def mix(
     z = coefficients(streams, w, prefix, shape)
     pre = torch.sigmoid(z[..., :m] * scale[0] + base[:m]) + shape.hyper_eps
     post = 2 * torch.sigmoid(z[..., m : 2 * m] * scale[1] + base[m : 2 * m])
-    logits = (z[..., 2 * m :] * scale[2] + base[2 * m :]).unflatten(-1, (m, m))
+    logits = (z[..., 2 * m :] * scale[2] + base[2 * m :]).reshape(*z.shape[:-1], m, m)
     mixed = (pre[..., None] * streams.float()).sum(2).to(streams.dtype)
     return mixed, post, sinkhorn(logits, shape.sinkhorn, shape.hyper_eps)
 
@@ -96,7 +96,7 @@ def experts(x: torch.Tensor, ids: torch.Tensor, w: Weights, shape: Shape) -> tup
     weights, chosen = choose_experts(x, ids, w, shape)
     gate = linear(x, w["ffn.experts.w1.weight"].flatten(0, 1))
     up = linear(x, w["ffn.experts.w3.weight"].flatten(0, 1))
-    inner = swiglu(gate, up, shape.limit).unflatten(-1, (shape.experts, shape.width)) * weights[..., None]
+    inner = swiglu(gate, up, shape.limit).view(*ids.shape, shape.experts, shape.width) * weights[..., None]
     routed = linear(inner.flatten(2).to(x.dtype), w["ffn.experts.w2.weight"].permute(1, 0, 2).flatten(1))
     gate, up = linear(x, w["ffn.shared_experts.w1.weight"]), linear(x, w["ffn.shared_experts.w3.weight"])
     shared = linear(swiglu(gate, up, shape.limit).to(x.dtype), w["ffn.shared_experts.w2.weight"])

@@ -31,7 +31,8 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     for _ in range(5):
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.mT if tall else x
+    found: torch.Tensor = x.mT if tall else x
+    return found
 
 
 class Optimiser:
@@ -43,7 +44,7 @@ class Optimiser:
         self._stacks: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for name, tensor in learned.items():
             if is_matrix(name):
-                view = tensor.unflatten(0, (groups, -1)) if name.endswith("wo_a.weight") else tensor
+                view = tensor.view(groups, -1, tensor.shape[1]) if name.endswith("wo_a.weight") else tensor
                 self._stacks.setdefault((*view.shape[-2:], view.dim()), []).append(tensor)
         self._groups = groups
         self._momentum = {k: [torch.zeros_like(t) for t in ts] for k, ts in self._stacks.items()}

@@ -37,7 +37,8 @@ def rotate(x: torch.Tensor, table: Angles, *, back: bool = False) -> torch.Tenso
     cos, sin = (t.view(t.shape[0], *between, t.shape[1]) for t in (cos, sin))
     if back:
         sin = -sin
-    kept, turned = x.split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
-    first, second = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    kept, turned = x[..., :start], x[..., start:].float()
+    first, second = turned[..., 0::2], turned[..., 1::2]
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     return torch.cat((kept, pairs.to(x.dtype)), dim=-1)

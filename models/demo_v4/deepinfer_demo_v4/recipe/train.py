@@ -89,7 +89,7 @@ class Trainer:
         selection = Selection(sparse=True, learn=True)
         output = forward(self.weights, rows[:, :-1], self.shape, selection, dtype, self.run, dense)
         loss = (self.head or head_loss)(output.hidden, self.weights["head.weight"], rows[:, 1:])
-        (loss + output.index_loss).backward()
+        (loss + output.index_loss).backward()  # type: ignore[no-untyped-call]
         self.optimiser.step(share)
         worst = self._balance(output.chosen, share)
         return {"loss": loss.detach(), "index_loss": output.index_loss.detach(), "busiest": worst}
