@@ -17,6 +17,10 @@ BUILT_IN = {
         "deepinfer_core.cli.bench:bench",
     ),
     "inspect": ("Show what a checkpoint holds and what memory it needs.", "deepinfer_core.cli.inspect:inspect"),
+    "conformance": (
+        "Ask a backend whether it does what the contracts say.",
+        "deepinfer_core.cli.conformance:conformance",
+    ),
 }
 """Name -> (help, where the command is)."""
 

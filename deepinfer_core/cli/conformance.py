@@ -1,0 +1,95 @@
+"""``deepinfer conformance``: run the kit against a backend and say what it found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deepinfer_core.conformance.case import TIERS
+
+if TYPE_CHECKING:
+    from deepinfer_core.conformance import Result
+
+
+@click.command()
+@click.argument("backend", required=False)
+@click.option(
+    "--tier",
+    type=click.Choice(TIERS),
+    default="boots",
+    show_default=True,
+    help="How much is asked; each holds the last.",
+)
+@click.option(
+    "--family", "families", metavar="NAME", multiple=True, help="Only this family or operator; may be repeated."
+)
+@click.option("--gaps", metavar="FILE", help="Known gaps (conformance_gaps.toml): cases that may fail, with reasons.")
+@click.option("--report", metavar="FILE", help="Write all results as JSON.")
+@click.option(
+    "--plugin", "plugins", metavar="FILE", multiple=True, help="A plugin that is not installed; may be repeated."
+)
+@click.option("--list", "list_only", is_flag=True, help="Print the cases that would be asked, and stop.")
+@click.option("--verbose", "-v", is_flag=True, help="A line for every case, not only for those that need a look.")
+def conformance(
+    backend: str | None,
+    tier: str,
+    families: Sequence[str],
+    gaps: str | None,
+    report: str | None,
+    plugins: Sequence[str],
+    list_only: bool,
+    verbose: bool,
+) -> int:
+    """Ask BACKEND whether it does what the contracts say.
+
+    BACKEND is what users write after --accelerator; 'reference' means the reference operators on the host. Prints a
+    capability table for the backend's README. Exit code 0: nothing failed; 1: something did; 2: a mistake in the
+    command line or the gaps file.
+    """
+    from deepinfer_core.conformance import read_gaps, run
+
+    if backend is None:
+        raise click.UsageError("name a BACKEND")
+    known = read_gaps(gaps) if gaps else ()
+    if list_only:
+        return _list(tier, families)
+    if report is not None and not Path(report).parent.is_dir():
+        raise click.UsageError(f"--report {report}: there is no folder {Path(report).parent}")
+    found = run(
+        backend,
+        tier=tier,  # type: ignore[arg-type]
+        families=families,
+        gaps=known,
+        plugins=plugins,
+        progress=_Progress(verbose),
+    )
+    if report is not None:
+        Path(report).write_text(found.to_json(), encoding="utf-8")
+    click.echo(found.table())
+    return 0 if found.passed else 1
+
+
+def _list(tier: str, families: Sequence[str]) -> int:
+    from deepinfer_core.conformance.kit import select
+
+    for case in select(tier, families):  # type: ignore[arg-type]
+        click.echo(case.id)
+    return 0
+
+
+class _Progress:
+    """A line on standard error for each case that needs a look, and a counter on a terminal."""
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, result: Result, done: int, total: int) -> None:
+        if self._verbose or result.outcome == "failed":
+            click.echo(f"{result.outcome.upper()} {result.case}: {result.message}", err=True)
+        elif self._terminal:
+            click.echo(f"\r{done}/{total}", err=True, nl=done == total)

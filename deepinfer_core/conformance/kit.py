@@ -1,0 +1,181 @@
+"""Which cases there are, and running them. Imports torch only when a case does."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_core import __version__
+from deepinfer_core.api import API_VERSION, ConfigError
+
+from .case import Case, Mismatch, NotApplicable, Refused, Tier, asked
+from .gaps import Gap, check_names
+from .report import Outcome, Report, Result
+
+if TYPE_CHECKING:
+    from .target import Target
+
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "hygiene": ("hygiene",),
+    "pointwise": ("operators.pointwise",),
+    "gemm": ("operators.gemm",),
+}
+"""Family -> modules of this package whose ``cases(dtype)`` lists its cases."""
+
+Progress = Callable[[Result, int, int], None]
+
+
+def run(
+    backend: str,
+    *,
+    tier: Tier = "boots",
+    families: Sequence[str] = (),
+    gaps: Sequence[Gap] = (),
+    plugins: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """Run the kit against an installed backend.
+
+    Args:
+        backend: as after ``--accelerator``; ``"reference"``: the reference operators on the host.
+        families: families or operators (``"attention"``, ``"gemm.linear"``); none: all.
+        gaps: known gaps; see :mod:`deepinfer_core.conformance.gaps`.
+        plugins: plugins that are not installed: a dotted module or a ``.py`` file each.
+        progress: called after each case with its result, how many are done, and how many there are.
+
+    Raises:
+        ConfigError: an unknown family, or a gap that names no case.
+        PluginError, DeviceError: the backend is broken, or has no device here.
+    """
+    from .target import open_target
+
+    target = open_target(backend, plugins)
+    try:
+        return run_on(target, tier=tier, families=families, gaps=gaps, progress=progress)
+    finally:
+        target.close()
+
+
+def run_on(
+    target: Target,
+    *,
+    tier: Tier = "boots",
+    families: Sequence[str] = (),
+    gaps: Sequence[Gap] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """As :func:`run`, on a target that is open already and stays open."""
+    cases = select(tier, families, target.dtype)
+    check_names(gaps, [case.id for case in all_cases(target.dtype)])
+    start = time.perf_counter()
+    results = []
+    for case in cases:
+        results.append(ask(case, target, gaps))
+        if progress is not None:
+            progress(results[-1], len(results), len(cases))
+    return make_report(target, tier, results, time.perf_counter() - start)
+
+
+def make_report(target: Target, tier: str, results: Sequence[Result], seconds: float) -> Report:
+    """The results of a run with what is needed to repeat it."""
+    return Report(
+        backend=target.backend,
+        tier=tier,
+        device=device_facts(target),
+        versions=versions(target),
+        results=tuple(results),
+        seconds=seconds,
+    )
+
+
+def all_cases(dtype: str = "float32") -> list[Case]:
+    """Every case of every tier, for a backend whose own compute dtype is this."""
+    found = list(_cases(tuple(FAMILIES), dtype))
+    names = [case.id for case in found]
+    assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
+    return found
+
+
+def select(tier: Tier, families: Sequence[str] = (), dtype: str = "float32") -> list[Case]:
+    """The cases of a tier, of some families or operators.
+
+    Raises:
+        ConfigError: a family that does not exist.
+    """
+    wanted = list(families) or list(FAMILIES)
+    modules = dict.fromkeys(name.partition(".")[0] for name in wanted)
+    for name in wanted:
+        if name.partition(".")[0] not in FAMILIES:
+            raise ConfigError(f"--family {name!r}: unknown; use one of {', '.join(FAMILIES)}, or an operator's name")
+    cases = [case for case in _cases(tuple(modules), dtype) if asked(case.tier, tier)]
+    chosen = [case for case in cases if any(name in (case.family, case.operator) for name in wanted)]
+    for name in wanted:
+        if not any(name in (case.family, case.operator) for case in chosen):
+            raise ConfigError(f"--family {name!r}: no case of tier {tier} belongs to it")
+    return chosen
+
+
+def _cases(families: tuple[str, ...], dtype: str) -> Iterator[Case]:
+    for family in families:
+        for name in FAMILIES[family]:
+            yield from importlib.import_module(f"{__package__}.{name}").cases(dtype)
+
+
+def ask(case: Case, target: Target, gaps: Sequence[Gap] = ()) -> Result:
+    """Put one case to a target. Never raises but for KeyboardInterrupt."""
+    start = time.perf_counter()
+    outcome, message = _outcome(case, target)
+    gap = next((gap for gap in gaps if gap.case == case.id), None)
+    if gap is not None and outcome in ("failed", "refused"):
+        link = f" ({gap.link})" if gap.link else ""
+        outcome, message = "known_gap", f"{gap.reason}{link}; it says: {message}"
+    elif gap is not None and outcome == "passed":
+        outcome, message = "failed", f"passes now, but the gaps file says {gap.reason!r}: remove its entry"
+    return Result(
+        case=case.id, family=case.family, outcome=outcome, message=message, seconds=time.perf_counter() - start
+    )
+
+
+def _outcome(case: Case, target: Target) -> tuple[Outcome, str]:
+    try:
+        return "passed", case.check(target)
+    except NotApplicable as error:
+        return "skipped", str(error)
+    except Refused as error:
+        if case.required:
+            return "failed", f"refused, and tier {case.tier} must not refuse it: {error}"
+        return "refused", str(error)
+    except Mismatch as error:
+        return "failed", str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a stranger's operator raises is its verdict, not the kit's end
+        lines = str(error).strip().splitlines() or [""]
+        return "failed", f"{case.operator} raised {type(error).__name__}: {lines[0]}"
+
+
+def device_facts(target: Target) -> dict[str, str]:
+    info = target.device.info
+    return {
+        "device": info.evidence,
+        "architecture": info.arch,
+        "torch device": info.type,
+        "compute dtype": target.dtype,
+    }
+
+
+def versions(target: Target) -> dict[str, str]:
+    import torch
+
+    record: Any = target.registry.plugins.get(target.plugin) if target.registry is not None else None
+    own = {} if record is None else {record.record.distribution: record.record.version}
+    return {
+        **own,
+        "deepinfer-core": __version__,
+        "interface": ".".join(map(str, API_VERSION)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,211 @@
+"""The backend under test, seen as the engine sees it: a device, providers, and who is chosen for a request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from deepinfer_core.api import (
+    BuildContext,
+    Device,
+    DeviceInfo,
+    FallbackPolicy,
+    LazyRef,
+    OpRequest,
+    PlanError,
+    Provider,
+    Stream,
+)
+from deepinfer_core.plugins import Registry, choose, choose_device, load_plugins
+
+from .case import Refused
+
+T = TypeVar("T")
+
+REFERENCE = "reference"
+HOST = "cpu"
+HOOKS = (
+    "deepinfer_attention",
+    "deepinfer_gemm",
+    "deepinfer_kv_layout",
+    "deepinfer_moe_communication",
+    "deepinfer_pointwise",
+    "deepinfer_runner_ops",
+    "deepinfer_sampling",
+)
+MAX_TOKENS, MAX_REQUESTS, MAX_LENGTH = 512, 32, 4096
+"""Limits that operators are built with: no case exceeds them."""
+
+
+@attrs.frozen(kw_only=True)
+class Chosen:
+    """A provider that was chosen for a request, and the operator it built.
+
+    ``own``: it is one of the backend's providers, not a reference operator that stands in.
+    """
+
+    label: str
+    provider: Provider
+    operator: Any
+    own: bool
+
+
+@attrs.define(kw_only=True, eq=False)
+class Target:
+    """A backend under test.
+
+    Attributes:
+        backend: name as users write it. plugin: who declared the device.
+        providers: ``(plugin, provider)`` offered for the device.
+        fallback: may reference operators stand in?
+        dtype: name of the dtype the backend computes 16-bit checkpoints in: the one that every tier asks for.
+        reference: reference providers on the host, the definition.
+        settings: plugin -> its settings, all at their defaults.
+        registry: who declared all this. plugin_files: plugins of it that are not installed.
+        facts: what a fresh process found out about the plugin, once it was asked.
+    """
+
+    backend: str
+    plugin: str
+    device: Device
+    providers: Sequence[tuple[str, Provider]]
+    reference: Sequence[tuple[str, Provider]]
+    fallback: FallbackPolicy
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    registry: Registry | None = None
+    plugin_files: Sequence[str] = ()
+    facts: dict[str, Any] = attrs.field(factory=dict)
+    dtype: str = ""
+    _stream: Stream | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.dtype = self.dtype or self.device.default_dtype("bfloat16")
+
+    # ---- operators
+
+    def choose(self, request: OpRequest) -> Chosen:
+        """The operator the engine would use for a request.
+
+        Raises:
+            Refused: no provider is eligible, with every candidate's reason.
+        """
+        try:
+            (choice,) = choose(
+                {"slot": request},
+                self.providers,
+                user={},
+                fallback="allow" if self.fallback == "warn" else self.fallback,
+                backend_plugin=self.plugin,
+            )
+        except PlanError as error:
+            raise Refused(str(error).removeprefix("slot 'slot' ")) from error
+        plugin, provider = next(
+            (p, q) for p, q in self.providers if q.op == request.op and f"{p}:{q.name}" == choice.provider
+        )
+        operator = _built(provider)(request, self._context(plugin, self.device.torch_device, self._any_reference))
+        return Chosen(label=choice.provider, provider=provider, operator=operator, own=not provider.fallback)
+
+    def oracle(self, request: OpRequest) -> Any:
+        """The reference operator for a request, on the host."""
+        for plugin, provider in self.reference:
+            if provider.op == request.op and request.demands <= provider.caps and provider.supports(request):
+                return _built(provider)(request, self._context(plugin, torch.device("cpu"), self.oracle))
+        raise LookupError(f"no reference operator defines {request}")
+
+    def _any_reference(self, request: OpRequest) -> Any:
+        for plugin, provider in self.providers:
+            serves = provider.fallback and provider.op == request.op
+            if serves and request.demands <= provider.caps and provider.supports(request):
+                return _built(provider)(request, self._context(plugin, self.device.torch_device, self._any_reference))
+        raise PlanError(f"no reference operator for {request.op}")
+
+    def _context(self, plugin: str, device: torch.device, reference: Callable[[OpRequest], Any]) -> BuildContext:
+        return BuildContext(
+            device=device,
+            max_tokens=MAX_TOKENS,
+            max_requests=MAX_REQUESTS,
+            max_model_len=MAX_LENGTH,
+            num_threads=self.device.num_threads,
+            settings=self.settings.get(plugin),
+            reference=reference,
+        )
+
+    # ---- the device
+
+    def work(self, fn: Callable[[], T]) -> T:
+        """Run device work as the engine does: one closure on a stream, then wait for its event."""
+        if self._stream is None:
+            self._stream = self.device.stream(overlap=self.device.overlaps)
+
+        def closure() -> T:
+            with torch.inference_mode():
+                return fn()
+
+        return self._stream.submit(closure).wait()
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A device tensor with the values of a host tensor, through the device's own ``upload``."""
+        host = tensor.detach().contiguous()
+        if host.dtype in _UPLOADED_AS_FLOAT32:
+            return self.device.upload(host.to(torch.float32).numpy()).to(host.dtype)
+        return self.device.upload(host.clone().numpy())
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host copy of a device tensor, through the device's own ``download``."""
+        if tensor.dtype in _UPLOADED_AS_FLOAT32:
+            wide = self.work(lambda: tensor.to(torch.float32))
+            return torch.from_numpy(self.device.download(wide).copy()).to(tensor.dtype)
+        return torch.from_numpy(self.device.download(tensor).copy())
+
+    def close(self) -> None:
+        """Release the stream. Idempotent."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+_UPLOADED_AS_FLOAT32 = (torch.bfloat16, torch.float16)
+
+
+def _built(provider: Provider) -> Callable[[Any, BuildContext], Any]:
+    build: Any = provider.build
+    return build.load() if isinstance(build, LazyRef) else build  # type: ignore[no-any-return]
+
+
+def open_target(backend: str, plugins: Sequence[str] = ()) -> Target:
+    """Find a backend among the installed plugins and open its device.
+
+    Args:
+        backend: as after ``--accelerator``; ``"reference"``: the reference operators alone, on the host.
+        plugins: plugins that are not installed, as in ``plugins.paths``.
+
+    Raises:
+        PluginError, DeviceError: the backend is broken, or has no device here.
+    """
+    registry = load_plugins(files=plugins)
+    wanted = HOST if backend == REFERENCE else backend
+    chosen = choose_device(registry, wanted, dict(os.environ))
+    device: Device = chosen.device.provider.load()(chosen.device)
+    providers = collect(registry, chosen.device)
+    reference = [item for item in collect(registry, attrs.evolve(chosen.device, type="cpu")) if item[0] == REFERENCE]
+    settings = {name: p.info.settings() for name, p in registry.plugins.items() if p.info.settings is not None}
+    return Target(
+        backend=backend,
+        plugin=REFERENCE if backend == REFERENCE else chosen.plugin,
+        device=device,
+        providers=[item for item in providers if backend != REFERENCE or item[0] == REFERENCE],
+        reference=reference,
+        fallback="allow" if backend == REFERENCE else chosen.device.fallback or "error",
+        settings=settings,
+        registry=registry,
+        plugin_files=tuple(plugins),
+    )
+
+
+def collect(registry: Registry, info: DeviceInfo) -> list[tuple[str, Provider]]:
+    """Every provider that plugins offer for a device."""
+    return [item for hook in HOOKS for item in registry.collect(hook, device=info)]

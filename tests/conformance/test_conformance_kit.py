@@ -1,0 +1,110 @@
+"""The kit from outside: command line, pytest plugin, Python; and what a gaps file does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepinfer_core.api import ConfigError, DeviceError
+from deepinfer_core.cli import main
+from deepinfer_core.conformance import Gap, Report, all_cases, read_gaps, run
+from deepinfer_core.conformance.kit import select
+
+GAP = """
+[[gap]]
+case = "{case}"
+reason = "not mended yet"
+link = "https://example.org/1"
+"""
+
+
+def test_the_command_prints_a_table_and_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert main(["conformance", "reference", "--family", "pointwise.rms_norm", "--report", str(file)]) == 0
+    assert "| `pointwise.rms_norm` | reference:rms_norm | float32 |" in capsys.readouterr().out
+    report = Report.from_json(file.read_text())
+    assert report.passed
+    assert {"deepinfer-core", "torch", "python"} <= set(report.versions)
+    assert json.loads(file.read_text())["passed"] is True
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["reference", "--family", "pointwize"],
+        ["nowhere"],
+        ["reference", "--tier", "all"],
+        ["reference", "--gaps", "missing.toml"],
+        [],
+    ],
+)
+def test_mistakes_end_with_2(arguments: list[str]) -> None:
+    assert main(["conformance", *arguments]) == 2
+
+
+def test_a_gap_that_has_closed_fails_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "conformance_gaps.toml"
+    file.write_text(GAP.format(case="pointwise.rms_norm/float32/one_row"))
+    report = run("reference", families=["pointwise.rms_norm"], gaps=read_gaps(file))
+    failed = [r for r in report.results if r.outcome == "failed"]
+    assert [r.case for r in failed] == ["pointwise.rms_norm/float32/one_row"]
+    assert "remove its entry" in failed[0].message
+    assert not report.passed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[gap]]\ncase = 'a'\n", "reason is missing"),
+        ("[[gap]]\ncase = 'a'\nreason = ''\n", "reason is missing"),
+        ("[[gap]]\ncase = 'a'\nreason = 'b'\nwhy = 'c'\n", "unknown key 'why'"),
+        ("[gap]\ncase = 'a'\n", "expected \\[\\[gap\\]\\] tables"),
+        (GAP.format(case="a") * 2, "listed twice"),
+        ("[[gap", "gaps file"),
+    ],
+)
+def test_a_gaps_file_that_is_wrong_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "gaps.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_gaps(file)
+
+
+def test_a_gap_must_name_a_case() -> None:
+    with pytest.raises(ConfigError, match=r"no such case.*rms_norm/float32/one_row"):
+        run("reference", families=["gemm"], gaps=[Gap(case="pointwise.rms_norm/float32/onerow", reason="x")])
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(DeviceError, match="nowhere"):
+        run("nowhere")
+
+
+def test_tiers_hold_each_other_and_names_are_unique() -> None:
+    names = [[case.id for case in select(tier)] for tier in ("boots", "serves", "full")]
+    assert set(names[0]) < set(names[1]) <= set(names[2])
+    assert len({case.id for case in all_cases()}) == len(all_cases())
+
+
+def test_the_pytest_form_runs_reports_and_knows_gaps(tmp_path: Path) -> None:
+    report = tmp_path / "out.json"
+    found = subprocess.run(
+        f"{sys.executable} -m pytest -q -p no:cacheprovider -p no:randomly --pyargs deepinfer_core.conformance "
+        f"--backend reference --family pointwise.rms_norm --report {report}".split(),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "`pointwise.rms_norm`" in found.stdout
+    assert Report.from_json(report.read_text()).passed
+
+
+def test_the_package_imports_no_torch() -> None:
+    code = "import sys, deepinfer_core.conformance.pytest_plugin as p; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
