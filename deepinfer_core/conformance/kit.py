@@ -20,8 +20,18 @@ if TYPE_CHECKING:
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "hygiene": ("hygiene",),
-    "pointwise": ("operators.pointwise",),
+    "pointwise": (
+        "operators.pointwise",
+        "operators.rotary",
+        "operators.hyper_connection",
+        "operators.quantise",
+    ),
     "gemm": ("operators.gemm",),
+    "kv_layout": ("operators.kv_layout",),
+    "attention": ("operators.attention", "operators.sparse", "operators.compress"),
+    "moe": ("operators.moe",),
+    "runner": ("operators.runner",),
+    "sampling": ("operators.sampling", "operators.draw"),
 }
 """Family -> modules of this package whose ``cases(dtype)`` lists its cases."""
 

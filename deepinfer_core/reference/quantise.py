@@ -36,9 +36,10 @@ class QuantiseDequantise:
 def round_groups(x: torch.Tensor, format: str, group: int) -> torch.Tensor:
     """``[..., channels]`` float32, each group of channels scaled by a power of two and rounded to the grid."""
     largest, floor = _LIMITS[format]
-    grouped = x.reshape(*x.shape[:-1], -1, group) if x.numel() else x.new_zeros(*x.shape[:-1], 1, group)
+    grouped = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
     maximum = grouped.abs().amax(-1, keepdim=True).clamp(min=floor)
-    scale = power_of_two_above(maximum / largest)
+    # A NaN has no power of two above it: its group is NaN, so that what holds it can be told.
+    scale = torch.where(maximum.isnan(), maximum, power_of_two_above(maximum / largest))
     codes = (grouped / scale).clamp(-largest, largest)
     codes = codes.to(torch.float8_e4m3fn).to(torch.float32) if format == "fp8:e4m3" else _round_e2m1(codes)
     return (codes * scale).flatten(-2)

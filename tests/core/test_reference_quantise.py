@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference_support import operator
 
-from deepinfer_core.api import QuantiseDequantiseRequest
+from deepinfer_core.api import QdqFormat, QuantiseDequantiseRequest
 from deepinfer_core.reference.quantise import hadamard, power_of_two_above
 
 FP4_GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -112,3 +112,19 @@ def test_no_rows_and_wrong_groups() -> None:
         build(width=64, channels=33)
     with pytest.raises(ValueError, match="width=24 is no power of two"):
         build(width=24, channels=24, group=8, hadamard=True)
+
+
+@pytest.mark.parametrize("format", ["fp8:e4m3", "fp4:e2m1"])
+def test_no_rows_keep_their_width(format: QdqFormat) -> None:
+    request = QuantiseDequantiseRequest(format=format, width=96, channels=64, group=32, dtype="float32")
+    assert operator(request).run(torch.zeros(0, 96)).shape == (0, 96)
+
+
+@pytest.mark.parametrize("format", ["fp8:e4m3", "fp4:e2m1"])
+def test_a_group_with_a_nan_is_nan_and_no_other(format: QdqFormat) -> None:
+    request = QuantiseDequantiseRequest(format=format, width=96, channels=64, group=32, dtype="float32")
+    x = torch.ones(2, 96)
+    x[1, 40] = float("nan")
+    broken = operator(request).run(x).isnan()
+    assert broken[1, 32:64].all()
+    assert int(broken.sum()) == 32

@@ -13,6 +13,8 @@ from deepinfer_core.api import OpRequest
 
 Tensors = Mapping[str, torch.Tensor]
 Put = Callable[[torch.Tensor], torch.Tensor]
+Oracle = Callable[[OpRequest], Any]
+"""A request -> the reference operator on the host."""
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -25,11 +27,13 @@ class Operation:
         variant: tells this operation's cases from others of the same operator; may be empty.
         overwritten: inputs that the contract lets the operator overwrite.
         exact: results are defined bit for bit.
+        sorted_rows: rows have an order that a call must keep.
     """
 
     variant: str = ""
     overwritten: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False
+    sorted_rows: ClassVar[bool] = False
     request: Any
 
     @property
@@ -76,11 +80,12 @@ class Operation:
 
     # ---- the definition
 
-    def expected(self, oracle: Any, inputs: Tensors, constants: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
-        """Expected values and their bounds, from a reference operator built for :func:`widened`."""
+    def expected(self, oracle: Oracle, inputs: Tensors, constants: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
+        """Expected values and their bounds, from the reference operator for :func:`widened`."""
         wide = {name: _wide(value) for name, value in inputs.items()}
-        weights = self.prepare(oracle, {name: _wide(value) for name, value in constants.items()}, lambda t: t)
-        outputs = {name: value.clone() for name, value in self.call(oracle, copies(wide), weights).items()}
+        op = oracle(widened(self.request))
+        weights = self.prepare(op, {name: _wide(value) for name, value in constants.items()}, lambda t: t)
+        outputs = {name: value.clone() for name, value in self.call(op, copies(wide), weights).items()}
         return outputs, self.bounds(wide, constants, outputs)
 
 
