@@ -54,7 +54,7 @@ class Paged:
         entries = tuple(CacheEntry(name, (s.kv_heads, s.head_dim), s.dtype) for name in ("key", "value"))
         group = CacheGroupSpec(name="kv", layers=1, entries=entries, **_window(s.window))
         self.group = open_group(target, group, step.num_blocks, step.block_size)
-        common = {
+        common: dict[str, Any] = {
             "cache_group": "kv",
             "kv_heads": s.kv_heads,
             "head_dim": s.head_dim,
@@ -300,6 +300,13 @@ _PAGED: tuple[tuple[str, Tier, Check], ...] = (
     ("long", "serves", partial(_attends, LONG)),
 )
 
+_STEPS: tuple[tuple[str, Sequence[tuple[int, int]]], ...] = (
+    ("decode", DECODE),
+    ("mixed", MIXED),
+    ("long", LONG),
+    ("verify", VERIFY),
+)
+
 _VARIANTS: tuple[tuple[str, Tier, dict[str, Any]], ...] = (
     ("window", "serves", {"window": 24}),
     ("window=1", "full", {"window": 1}),
@@ -321,11 +328,11 @@ def cases(dtype: str) -> Iterator[Case]:
         yield _case("attention.paged", name, tier, check, Shape(dtype=dtype))
     for variant, tier, changes in _VARIANTS:
         shape = Shape(dtype=dtype, **changes)
-        for name, check in (("decode", DECODE), ("mixed", MIXED), ("long", LONG), ("verify", VERIFY)):
+        for name, step in _STEPS:
             required = variant not in ("softcap", "sinks", "sinks,window", "window=1")
-            yield _case("attention.paged", name, tier, partial(_attends, check), shape, variant, required)
+            yield _case("attention.paged", name, tier, partial(_attends, step), shape, variant, required)
     for other in other_dtypes(dtype):
         shape = Shape(dtype=other)
         yield _case("attention.write_kv", "prefill", "serves", partial(_writes, PREFILL), shape, required=False)
-        for name, check in (("decode", DECODE), ("mixed", MIXED)):
-            yield _case("attention.paged", name, "serves", partial(_attends, check), shape, required=False)
+        for name, step in _STEPS[:2]:
+            yield _case("attention.paged", name, "serves", partial(_attends, step), shape, required=False)

@@ -118,7 +118,7 @@ class Compress:
 
     def _wide(self) -> Any:
         """The definition without the rounding of a packed cache, which is compared apart."""
-        return attrs.evolve(widened(self.request), qdq="", qdq_channels=0, qdq_group=0)
+        return widened(attrs.evolve(self.request, qdq="", qdq_channels=0, qdq_group=0))
 
     def compare(self) -> None:
         """Hold every entry to the definition.

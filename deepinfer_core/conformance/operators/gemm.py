@@ -53,7 +53,7 @@ class Linear(Operation):
     def sample(self, rows: int, draw: torch.Generator) -> Tensors:
         return {"x": normal(draw, rows, self.request.in_features, dtype=self.dtype)}
 
-    def extremes(self, rows: int, draw: torch.Generator) -> Tensors:
+    def extremes(self, rows: int, draw: torch.Generator) -> Tensors | None:
         top = 8.0 if self.dtype == torch.float16 else 1e15
         scales = torch.tensor([top, 1e-4, 1.0, 0.0, top, 1e-3, 1.0])[:rows, None]
         return {"x": (normal(draw, rows, self.request.in_features) * scales).to(self.dtype)}
@@ -197,7 +197,7 @@ def magnitudes(parts: list[Any]) -> torch.Tensor:
     return torch.cat([_values(part) for part in parts]).abs()
 
 
-def _values(part: Any) -> torch.Tensor:
+def _values(part: torch.Tensor | QuantisedWeight) -> torch.Tensor:
     """A part's numbers, from the format's definition (api/gemm.py), apart from any operator's decoding."""
     if isinstance(part, torch.Tensor):
         return part.to(torch.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import attrs
 import torch
@@ -15,6 +15,8 @@ Tensors = Mapping[str, torch.Tensor]
 Put = Callable[[torch.Tensor], torch.Tensor]
 Oracle = Callable[[OpRequest], Any]
 """A request -> the reference operator on the host."""
+
+R = TypeVar("R", bound=OpRequest)
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -89,7 +91,7 @@ class Operation:
         return outputs, self.bounds(wide, constants, outputs)
 
 
-def widened(request: OpRequest) -> OpRequest:
+def widened(request: R) -> R:
     """The request in float64, on the host, without demands: what the definition is asked for."""
     changes: dict[str, Any] = {"device_type": "cpu", "demands": frozenset()}
     for field in attrs.fields(type(request)):

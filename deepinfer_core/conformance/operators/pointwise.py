@@ -39,7 +39,7 @@ class RmsNorm(Operation):
         y = expected["y"]
         return {"y": (gamma(self.request.hidden) / 2 + FUNCTION * U32) * y.abs() + rounding(y, self.dtype)}
 
-    def extremes(self, rows: int, draw: torch.Generator) -> Tensors:
+    def extremes(self, rows: int, draw: torch.Generator) -> Tensors | None:
         # Squares must stay within float32, the dtype of the statistics; and within the dtype itself.
         x = normal(draw, rows, self.request.hidden)
         top = 1e4 if self.dtype == torch.float16 else 1e17
@@ -72,9 +72,9 @@ class AddRmsNorm(RmsNorm):
         x = RmsNorm.sample(self, rows, draw)["x"]
         return {"x": x, "residual": normal(draw, rows, self.request.hidden, dtype=self.dtype)}
 
-    def extremes(self, rows: int, draw: torch.Generator) -> Tensors:
-        x = RmsNorm.extremes(self, rows, draw)["x"]
-        return {"x": x, "residual": x.flip(-1).clone()}
+    def extremes(self, rows: int, draw: torch.Generator) -> Tensors | None:
+        found = RmsNorm.extremes(self, rows, draw)
+        return found and {**found, "residual": found["x"].flip(-1).clone()}
 
     def call(self, op: Any, inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         normed, total = op.add(inputs["x"], inputs["residual"], weights["weight"])

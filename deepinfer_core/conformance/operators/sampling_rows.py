@@ -53,7 +53,7 @@ def state_fields(requests: Sequence[Request], vocab: int = VOCAB) -> dict[str, t
 
 def sampling_state(fields: Mapping[str, torch.Tensor]) -> SamplingState:
     """The record, of tensors that may lie anywhere."""
-    return SamplingState(**{"allowed": None, **fields})
+    return SamplingState(**{"allowed": None, **dict[str, Any](fields)})
 
 
 def padded(rows: Sequence[Sequence[Any]], fill: Any, dtype: torch.dtype, width: int = 0) -> torch.Tensor:
