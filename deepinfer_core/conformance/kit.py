@@ -122,7 +122,7 @@ def select(tier: Tier, families: Sequence[str] = (), dtype: str = "float32") -> 
             raise ConfigError(f"--family {name!r}: unknown; use one of {', '.join(FAMILIES)}, or an operator's name")
     cases = [case for case in _cases(tuple(modules), dtype) if asked(case.tier, tier)]
     chosen = [case for case in cases if any(name in (case.family, case.operator) for name in wanted)]
-    for name in wanted:
+    for name in families:
         if not any(name in (case.family, case.operator) for case in chosen):
             raise ConfigError(f"--family {name!r}: no case of tier {tier} belongs to it")
     return chosen
