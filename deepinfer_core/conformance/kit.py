@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
     "gemm": ("operators.gemm",),
     "kv_layout": ("operators.kv_layout",),
-    "attention": ("operators.attention", "operators.sparse", "operators.compress"),
+    "attention": ("operators.attention_checks", "operators.sparse", "operators.compress"),
     "moe": ("operators.moe",),
     "runner": ("operators.runner",),
     "sampling": ("operators.sampling", "operators.draw"),

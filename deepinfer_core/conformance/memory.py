@@ -74,9 +74,11 @@ def check_guards(name: str, guarded: Mapping[str, Guarded], overwritten: frozens
     for key, one in guarded.items():
         now = get(one.whole)
         if not same_bits(now[one.mask], one.before[one.mask]):
-            raise Mismatch(f"{name}: wrote outside of {key!r}, beside or behind its rows")
+            raise Mismatch(
+                f"{name}: wrote outside of {key!r}, beside or behind its rows; expected nothing there to change"
+            )
         if key not in overwritten and not same_bits(now, one.before):
-            raise Mismatch(f"{name}: changed its input {key!r}; the contract leaves it alone")
+            raise Mismatch(f"{name}: changed its input {key!r}; expected it to be left alone")
 
 
 def check_fresh(name: str, outputs: Mapping[str, torch.Tensor], guarded: Mapping[str, Guarded], may: Any) -> None:

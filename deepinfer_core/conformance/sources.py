@@ -61,11 +61,20 @@ def foreign_assignments(source: Source) -> Iterator[tuple[int, str]]:
     foreign = _imported(source)
     for node in ast.walk(source.tree):
         for target in _targets(node):
-            base: ast.expr = target
-            while isinstance(base, ast.Attribute | ast.Subscript | ast.Call):
-                base = base.func if isinstance(base, ast.Call) else base.value
+            base = _base(target)
             if isinstance(base, ast.Name) and base.id in foreign and _is_patch(target):
                 yield getattr(node, "lineno", 0), ast.unparse(node).splitlines()[0]
+
+
+def _base(node: ast.expr) -> ast.expr:
+    """What an attribute, an entry, or ``vars(...)`` of it, belongs to in the end."""
+    while True:
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.args[0] if node.args and ast.unparse(node.func) == "vars" else node.func
+        else:
+            return node
 
 
 def _imported(source: Source) -> set[str]:

@@ -19,10 +19,12 @@ from deepinfer_core.api import (
     PlanError,
     Provider,
     Stream,
+    Supports,
 )
 from deepinfer_core.plugins import Registry, choose, choose_device, load_plugins
+from deepinfer_core.plugins.choice import MAX_SCORE
 
-from .case import Refused
+from .case import Mismatch, Refused
 
 T = TypeVar("T")
 
@@ -92,7 +94,11 @@ class Target:
 
         Raises:
             Refused: no provider is eligible, with every candidate's reason.
+            Mismatch: a provider that was asked gave no proper verdict.
         """
+        for plugin, provider in self.providers:
+            if provider.op == request.op and request.demands <= provider.caps:
+                check_verdict(f"{plugin}:{provider.name}", provider, request)
         try:
             (choice,) = choose(
                 {"slot": request},
@@ -174,6 +180,27 @@ _UPLOADED_AS_FLOAT32 = (torch.bfloat16, torch.float16)
 def _built(provider: Provider) -> Callable[[Any, BuildContext], Any]:
     build: Any = provider.build
     return build.load() if isinstance(build, LazyRef) else build  # type: ignore[no-any-return]
+
+
+def check_verdict(label: str, provider: Provider, request: OpRequest) -> None:
+    """A yes has a score, a no has a reason, and asking raises nothing.
+
+    Raises:
+        Mismatch: naming the provider and what it answered.
+    """
+    try:
+        verdict: Any = provider.supports(request)
+    except Exception as error:
+        raise Mismatch(
+            f"{request.op} by {label}: supports() raised {type(error).__name__}: {error}; expected a verdict"
+        ) from error
+    lowest = 0 if provider.fallback else 1
+    if not isinstance(verdict, Supports):
+        raise Mismatch(f"{request.op} by {label}: supports() returned {verdict!r}; expected yes(score) or no(reason)")
+    if verdict.score is None and not verdict.reason:
+        raise Mismatch(f"{request.op} by {label}: refused without a reason; expected no(reason)")
+    if verdict.score is not None and not lowest <= verdict.score <= MAX_SCORE:
+        raise Mismatch(f"{request.op} by {label}: score {verdict.score}; expected {lowest} to {MAX_SCORE}")
 
 
 def open_target(backend: str, plugins: Sequence[str] = ()) -> Target:

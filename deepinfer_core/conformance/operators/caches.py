@@ -84,7 +84,7 @@ def check_unchanged(name: str, before: Mapping[str, torch.Tensor], after: Mappin
     """
     for entry, value in before.items():
         if not same_bits(value, after[entry]):
-            raise Mismatch(f"{name}: wrote to the cache entry {entry!r}, which it only reads")
+            raise Mismatch(f"{name}: wrote to the cache entry {entry!r}; expected it to be read only")
 
 
 def check_rows(
@@ -109,5 +109,5 @@ def check_rows(
             changed = next(int(rows[i]) for i in range(len(rows)) if not same_bits(old[i], new[i]))
             raise Mismatch(
                 f"{name}: wrote row {changed % group.rows} of block {changed // group.rows} of cache entry {entry!r}, "
-                f"which is not among the {len(may.view(-1)[group.rows :].nonzero())} rows of this step"
+                f"expected only the {len(may.view(-1)[group.rows :].nonzero())} rows of this step to change"
             )

@@ -42,14 +42,16 @@ class Draw(Operation):
 
     def sample(self, rows: int, draw: torch.Generator) -> Tensors:
         logits = normal(draw, rows, self.request.vocab_size, scale=2.0)
-        logits[2::7] = logits[2::7].round()  # ties
+        logits[2::7] = logits[2::7].round().clamp(max=2.0)  # ties, also for the best
         logits[3::7, 5] = float("nan")
         logits[4::7, 9] = float("inf")
         logits[5::7] = float("-inf")
         logits[6::7, ::2] = float("-inf")
         positions = torch.randint(0, 4000, (rows,), generator=draw)
         positions[:1] = 2**31  # its counter does not fit one word
-        slots = (torch.arange(rows) + torch.arange(rows) // 7) % len(REQUESTS)  # every row's kind meets every request
+        slots = (torch.arange(rows) + 1 + torch.arange(rows) // 7) % len(
+            REQUESTS
+        )  # each kind of row meets each request
         return {"logits": logits, "slots": slots, "positions": positions}
 
     def constants(self, draw: torch.Generator) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from deepinfer_core.api import CacheEntry, CacheGroupSpec, KVLayoutRequest
+from deepinfer_core.api import CacheEntry, CacheGroupSpec, KVLayoutRequest, LayerCache
 from deepinfer_core.conformance.case import Case, Mismatch, Tier
 from deepinfer_core.conformance.target import Target
 
@@ -33,25 +33,25 @@ def _layout(spec: CacheGroupSpec, target: Target) -> str:
             raise Mismatch(f"{label}, layer {layer}: found entries {sorted(cache)}, expected {sorted(names)}")
         for name, tensor in cache.items():
             if tensor.device.type != target.device.torch_device.type:
-                raise Mismatch(f"{label}, layer {layer}, entry {name!r}: lies on {tensor.device}")
+                where = target.device.torch_device
+                raise Mismatch(f"{label}, layer {layer}, entry {name!r}: found on {tensor.device}, expected {where}")
             if target.get(tensor).view(torch.uint8).any():
-                raise Mismatch(f"{label}, layer {layer}, entry {name!r}: found other bytes than zeros")
+                raise Mismatch(f"{label}, layer {layer}, entry {name!r}: found other bytes, expected zeros")
             taken += tensor.numel() * tensor.element_size()
             places.add((tensor.data_ptr(), tensor.numel()))
     if taken != announced * BLOCKS:
-        raise Mismatch(f"{label}: block_bytes() says {announced}, {BLOCKS} blocks took {taken} bytes")
+        raise Mismatch(f"{label}: {BLOCKS} blocks took {taken} bytes; expected {BLOCKS} * block_bytes()={announced}")
     if len(places) != sum(len(cache) for cache in caches):
-        raise Mismatch(f"{label}: two layers share memory")
+        raise Mismatch(f"{label}: two layers share memory, expected {len(caches)} caches apart")
     if chosen.provider.name == PAGED:
         _check_form(label, spec, caches[0])
     return chosen.label
 
 
-def _check_form(label: str, spec: CacheGroupSpec, cache: object) -> None:
-    assert hasattr(cache, "items")
+def _check_form(label: str, spec: CacheGroupSpec, cache: LayerCache) -> None:
     for entry in spec.entries:
         expected = (BLOCKS, BLOCK // spec.tokens_per_row, *entry.shape)
-        found = cache[entry.name]  # type: ignore[index]
+        found = cache[entry.name]
         if tuple(found.shape) != expected or found.dtype != getattr(torch, entry.dtype):
             raise Mismatch(
                 f"{label}, entry {entry.name!r}: found {tuple(found.shape)} {found.dtype}, "

@@ -1,0 +1,39 @@
+"""The kit bites: every mistake fails the case that was written for it, and says what it found."""
+
+from __future__ import annotations
+
+import broken_dense  # noqa: F401  registers its mutants
+import broken_sequence  # noqa: F401
+import pytest
+from broken import MUTANTS, broken_target
+
+from deepinfer_core.conformance.kit import all_cases, ask
+from deepinfer_core.conformance.target import open_target
+
+CASES = {case.id: case for case in all_cases("float32")}
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 25
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_the_mistake_fails_its_case(name: str) -> None:
+    mutant = MUTANTS[name]
+    with broken_target(mutant) as target:
+        result = ask(CASES[mutant.case], target)
+    assert result.outcome == "failed", result
+    assert mutant.says in result.message
+    assert mutant.op in result.message
+    assert "expected" in result.message or " raised " in result.message or "must not refuse" in result.message
+
+
+@pytest.mark.parametrize("case", sorted({m.case for m in MUTANTS.values()}))
+def test_the_reference_passes_the_same_case(case: str) -> None:
+    """A case that fails whatever it is asked proves nothing."""
+    target = open_target("reference")
+    try:
+        result = ask(CASES[case], target)
+    finally:
+        target.close()
+    assert result.outcome == "passed" or "does not claim" in result.message, result
