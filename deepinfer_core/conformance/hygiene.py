@@ -132,7 +132,7 @@ def cases(dtype: str) -> Iterator[Case]:
 
 def facts(target: Target) -> dict[str, Any]:
     """What a fresh process found out about the target's plugin; asked once."""
-    if not target.facts:
+    if "hygiene" not in target.facts:
         plugin = _plugin(target)
         question = {"plugin": plugin.name, "backend": target.device.info.backend, "files": list(target.plugin_files)}
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -147,8 +147,9 @@ def facts(target: Target) -> dict[str, Any]:
         if answer.returncode != 0:
             last = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
             raise Mismatch(f"a fresh process could not load the plugin: {last[-1]}")
-        target.facts.update(json.loads(answer.stdout))
-    return target.facts
+        target.facts["hygiene"] = json.loads(answer.stdout)
+    found: dict[str, Any] = target.facts["hygiene"]
+    return found
 
 
 def _plugin(target: Target) -> LoadedPlugin:

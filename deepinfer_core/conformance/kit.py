@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "moe": ("operators.moe",),
     "runner": ("operators.runner",),
     "sampling": ("operators.sampling", "operators.draw"),
+    "model": ("model",),
 }
 """Family -> modules of this package whose ``cases(dtype)`` lists its cases."""
 
@@ -132,6 +133,8 @@ def _cases(families: tuple[str, ...], dtype: str) -> Iterator[Case]:
     for family in families:
         for name in FAMILIES[family]:
             yield from importlib.import_module(f"{__package__}.{name}").cases(dtype)
+    drawn = importlib.import_module(f"{__package__}.operators.drawn").cases(dtype)
+    yield from (case for case in drawn if case.family in families)
 
 
 def ask(case: Case, target: Target, gaps: Sequence[Gap] = ()) -> Result:

@@ -68,7 +68,7 @@ class Target:
         reference: reference providers on the host, the definition.
         settings: plugin -> its settings, all at their defaults.
         registry: who declared all this. plugin_files: plugins of it that are not installed.
-        facts: what a fresh process found out about the plugin, once it was asked.
+        facts: what was found out once and is asked for by several cases. on_close: what to clean up.
     """
 
     backend: str
@@ -81,6 +81,7 @@ class Target:
     registry: Registry | None = None
     plugin_files: Sequence[str] = ()
     facts: dict[str, Any] = attrs.field(factory=dict)
+    on_close: list[Callable[[], None]] = attrs.field(factory=list)
     dtype: str = ""
     _stream: Stream | None = None
 
@@ -168,7 +169,9 @@ class Target:
         return torch.from_numpy(self.device.download(tensor).copy())
 
     def close(self) -> None:
-        """Release the stream. Idempotent."""
+        """Release the stream and what cases left behind. Idempotent."""
+        while self.on_close:
+            self.on_close.pop()()
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -14,7 +14,7 @@ from deepinfer_core.api import CapturesGraphs, StepLayout
 from deepinfer_core.conformance.case import Case, Mismatch, NotApplicable, Tier
 from deepinfer_core.conformance.compare import check_close, check_equal
 from deepinfer_core.conformance.memory import check_guards, guard
-from deepinfer_core.conformance.target import MAX_LENGTH, Target
+from deepinfer_core.conformance.target import MAX_LENGTH, Chosen, Target
 
 from .attention import Paged, Shape, write
 from .caches import check_rows, snapshot
@@ -25,11 +25,16 @@ from .steps import CHUNKS, DECODE, LONG, MIXED, PREFILL, VERIFY, make_step
 Check = Callable[[Target, Shape], str]
 
 
-def _attends(requests: Sequence[tuple[int, int]], target: Target, shape: Shape) -> str:
+def attends(requests: Sequence[tuple[int, int]], target: Target, shape: Shape) -> Chosen:
+    """Attend over these ``(new rows, tokens of context)`` and hold the result to the definition."""
     step = make_step(requests, generator(str(requests)), window=shape.window)
     paged = Paged(target, shape, step, f"{shape} {requests}")
     paged.check()
-    return paged.paged.label
+    return paged.paged
+
+
+def _attends(requests: Sequence[tuple[int, int]], target: Target, shape: Shape) -> str:
+    return attends(requests, target, shape).label
 
 
 def _extremes(target: Target, shape: Shape) -> str:

@@ -38,7 +38,7 @@ class Session:
 
     @property
     def label(self) -> str:
-        return f"{self.operation.name} by {self.chosen.label}"
+        return f"{self.operation.name} by {self.chosen.label}{self.operation.told}"
 
     def call(self, inputs: Tensors, *, wide_rows: int = 0, poisoned: bool = False) -> dict[str, torch.Tensor]:
         """Run once with guarded inputs, check form, guards and freshness, and bring the outputs to the host."""

@@ -27,12 +27,14 @@ class Operation:
     Attributes:
         request: what a provider is asked for.
         variant: tells this operation's cases from others of the same operator; may be empty.
+        told: what a message adds to the name, such as a drawn request.
         overwritten: inputs that the contract lets the operator overwrite.
         exact: results are defined bit for bit.
         sorted_rows: rows have an order that a call must keep.
     """
 
     variant: str = ""
+    told: str = ""
     overwritten: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False
     sorted_rows: ClassVar[bool] = False
