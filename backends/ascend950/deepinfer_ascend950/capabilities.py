@@ -1,0 +1,120 @@
+"""Which operator runs on what, checked how: the table of the README, printed by ``python -m`` this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from deepinfer_core.api import DeviceInfo, LazyRef, Provider
+
+from . import plugin
+from .probe import BACKEND
+
+HEADER = (
+    "| operator | on the NPU by | its document names the 950 | checked | where it is refused |\n|---|---|---|---|---|"
+)
+CHECKED = "schema, Meta, emulation"
+
+
+@attrs.frozen(kw_only=True)
+class Native:
+    """What stands behind a provider. operator: of torch_npu, or of torch. named: the document lists the 950."""
+
+    operator: str
+    named: bool | None
+    checked: str = CHECKED
+    refused: str
+
+
+NATIVE = {
+    "attention.write_kv:write_kv": Native(
+        operator="npu_scatter_pa_kv_cache", named=False, refused="cache of another dtype than the keys"
+    ),
+    "attention.paged:fused_infer": Native(
+        operator="npu_fused_infer_attention_score_v2",
+        named=False,
+        refused="windows, sinks, soft cap, head_dim other than 128, block_size no multiple of 128, float32",
+    ),
+    "gemm.linear:linear": Native(
+        operator="torch linear", named=None, checked="emulation", refused="FP8 and FP4 weights, other out_dtype"
+    ),
+    "gemm.batched:batched": Native(
+        operator="torch bmm", named=None, checked="emulation", refused="FP8 and FP4 weights, other out_dtype"
+    ),
+    "gemm.grouped:grouped": Native(
+        operator="npu_grouped_matmul", named=False, refused="FP8 and FP4 weights, one group, 65,536 channels"
+    ),
+    "moe.exchange:local": Native(operator="npu_moe_init_routing_v2", named=False, refused="over 10,240 experts"),
+    "pointwise.rms_norm:rms_norm": Native(operator="npu_rms_norm", named=False, refused="float64"),
+    "pointwise.rope:rope": Native(operator="npu_rotary_mul", named=False, refused="yarn scaling, 896 channels"),
+    "pointwise.swiglu:swiglu": Native(operator="npu_swiglu, npu_clipped_swiglu", named=False, refused="float64"),
+    "pointwise.hyper_connection:mhc_post": Native(
+        operator="npu_mhc_post (merge; mix by the reference)", named=True, refused="float32 streams"
+    ),
+}
+"""``op:provider`` -> what it calls. A test holds that every provider is here."""
+
+REFERENCE = {
+    "attention.sparse": (
+        "npu_sparse_flash_attention reads one paged pool; window rows and entries lie in two, each with its own choice"
+    ),
+    "attention.index_topk": "npu_lightning_indexer takes 16-bit weights and does not say which entry wins a tie",
+    "attention.compress": "torch_npu has no such operator",
+    "moe.route": (
+        "npu_moe_gating_top_k scores by softmax or sigmoid alone, and does not say whether it normalises, nor which "
+        "expert wins a tie"
+    ),
+    "pointwise.quantise_dequantise": (
+        "npu_dynamic_mx_quant rounds scales down (scale_alg 0), or names an algorithm without its formula (1)"
+    ),
+    "pointwise.hyper_head": "torch_npu has no such operator",
+    "pointwise.embedding": "a gather, which torch does",
+    "kv_layout.paged": "the reference's layout is the one the operators want",
+    "sampling.stage": (
+        "npu_top_k_top_p keeps all that tie at the border, or the higher id, where the contract keeps the lower; the "
+        "others have no operator"
+    ),
+    "runner.*": "gathers, which torch does",
+}
+"""Operators that stay with the reference, and why."""
+
+EVERYTHING = DeviceInfo(
+    backend=BACKEND,
+    type="npu",
+    arch="Ascend950",
+    count=1,
+    memory=0,
+    priority=0,
+    evidence="",
+    provider=LazyRef("deepinfer_ascend950.device:AscendDevice"),
+)
+
+
+def providers() -> Sequence[Provider]:
+    """All that the plugin declares for its own device."""
+    hooks = (
+        plugin.deepinfer_attention,
+        plugin.deepinfer_gemm,
+        plugin.deepinfer_moe_communication,
+        plugin.deepinfer_pointwise,
+    )
+    return [provider for hook in hooks for provider in hook(EVERYTHING)]
+
+
+def table() -> str:
+    """Markdown, one row an operator."""
+    rows = []
+    for provider in providers():
+        native = NATIVE[f"{provider.op}:{provider.name}"]
+        named = "-" if native.named is None else "yes" if native.named else "no"
+        rows.append(
+            f"| `{provider.op}` | {native.operator} | {named} | {native.checked}; silicon: not run on hardware "
+            f"| {native.refused} |"
+        )
+    rows += [f"| `{op}` | reference | - | the core's tests | {why} |" for op, why in REFERENCE.items()]
+    return "\n".join([HEADER, *rows])
+
+
+if __name__ == "__main__":
+    print(table())
