@@ -18,7 +18,6 @@ SEED = secrets.randbits(31)
 OUT = 6
 PROMPTS = [[(7 * i + n) % 90 for i in range(n)] for n in (1, 5, 127, 130)]
 BLOCK = 128
-TOLERANCE = 0.15
 
 
 def settings(**others: Any) -> dict[str, Any]:
@@ -60,10 +59,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def run(
-    checkpoint: Path, accelerator: str | None, params: SamplingParams, prompts: list[list[int]], **others: Any
+    checkpoint: Path,
+    accelerator: str | None,
+    params: Any,
+    prompts: list[list[int]],
+    dtype: str = "bfloat16",
+    **others: Any,
 ) -> tuple[list[RequestOutput], EnginePlan]:
     named = {} if accelerator is None else {"accelerator": accelerator}
-    with LLM(checkpoint, dtype="bfloat16", config=settings(**named, **others)) as llm:
+    with LLM(checkpoint, dtype=dtype, config=settings(**named, **others)) as llm:
         outputs = llm.generate([list(p) for p in prompts], params, progress=False)
         return outputs, llm.engine.planned.plan
 
@@ -73,14 +77,17 @@ def prompts_of(checkpoint: Path) -> list[list[int]]:
 
 
 def test_logits_agree_with_the_reference_operators(checkpoint: Path) -> None:
-    """Both compute in bfloat16, so a log-probability moves by some of its roundings; a wrong operator moves more."""
+    """Qwen3 in bfloat16, as the fused attention wants, up to its roundings. V4 in float32: in bfloat16 a rounding
+    may choose another expert, which moves logits as much as a wrong operator does."""
+    dense = "qwen3" in checkpoint.name
+    dtype, tolerance = ("bfloat16", 0.15) if dense else ("float32", 1e-3)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     prompts = prompts_of(checkpoint)
-    ours, plan = run(checkpoint, "ascend950", params, prompts)
+    ours, plan = run(checkpoint, "ascend950", params, prompts, dtype)
     native = {choice.op for choice in plan.choices if choice.provider.startswith("ascend950:")}
     assert native >= {"pointwise.rms_norm", "pointwise.rope", "pointwise.swiglu", "gemm.linear"}
-    assert ("attention.paged" in native) == ("qwen3" in checkpoint.name)
-    theirs, other = run(checkpoint, "cpu", params, prompts, ops={op: ["reference"] for op in native})
+    assert native >= ({"attention.write_kv", "attention.paged"} if dense else {"moe.exchange", "gemm.grouped"})
+    theirs, other = run(checkpoint, "cpu", params, prompts, dtype, ops={op: ["reference"] for op in native})
     assert not {choice.op for choice in other.choices if choice.provider.startswith("cpu:")} & native
     for mine, reference in zip(ours, theirs, strict=True):
         assert mine.error is None
@@ -91,7 +98,7 @@ def test_logits_agree_with_the_reference_operators(checkpoint: Path) -> None:
         ):
             assert a is not None
             assert b is not None
-            assert abs(a[token].logprob - b[token].logprob) < TOLERANCE, f"seed {SEED}"
+            assert abs(a[token].logprob - b[token].logprob) < tolerance, f"seed {SEED}"
 
 
 @pytest.mark.parametrize(
