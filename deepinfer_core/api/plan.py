@@ -18,6 +18,7 @@ class PluginInfo:
         help: one line for ``deepinfer plugins``.
         needs: names of plugins that must be loaded too.
         conflicts: names of plugins that must not be loaded together with it.
+        archs: values of ``DeviceInfo.arch`` that the package's binaries were built for; empty: all, or not said.
         settings: an attrs class of typed settings with defaults, read from ``plugins.<name>`` and
             ``DEEPINFER_<NAME>__<FIELD>``, or None.
     """
@@ -27,6 +28,7 @@ class PluginInfo:
     help: str = ""
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+    archs: tuple[str, ...] = ()
     settings: type | None = None
 
 

@@ -21,6 +21,7 @@ BUILT_IN = {
         "Ask a backend whether it does what the contracts say.",
         "deepinfer_core.cli.conformance:conformance",
     ),
+    "doctor": ("Look for what is wrong, and say what mends it.", "deepinfer_core.cli.doctor:doctor"),
 }
 """Name -> (help, where the command is)."""
 

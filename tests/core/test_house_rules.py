@@ -33,7 +33,9 @@ MAY_IMPORT = {
     "models": ("api",),
     "conformance": ("api", "plugins"),
     "engine": ("api", "plugins", "config", "checkpoint", "tokenizer"),
-    "cli": ("api", "plugins", "config", "checkpoint", "tokenizer", "engine", "conformance"),
+    "doctor": ("api", "plugins", "config", "checkpoint", "engine"),
+    "scaffold": ("api", "plugins"),
+    "cli": ("api", "plugins", "config", "checkpoint", "tokenizer", "engine", "conformance", "doctor", "scaffold"),
 }
 ROOT_NAMES = {"__version__", "LLM", "SamplingParams"}
 

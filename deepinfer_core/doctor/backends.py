@@ -1,0 +1,71 @@
+"""From what happened when a backend was started to findings."""
+
+from __future__ import annotations
+
+import attrs
+
+from deepinfer_core.plugins import Candidate
+
+from .ask_child import Answer
+from .finding import Finding
+
+
+@attrs.frozen
+class Home:
+    """Where a backend comes from, and the torch type of its device."""
+
+    candidate: Candidate
+    type: str
+
+
+def backend_findings(backend: str, home: Home, answer: Answer) -> tuple[str, list[Finding]]:
+    """How a small plan came out, in words, and what is wrong."""
+    if answer.trouble:
+        text = f"starting backend {backend!r}: {answer.trouble}, at stage {answer.stage!r}"
+        fix = "pip install torch" if "No module named 'torch'" in answer.trouble else _conformance(backend)
+        check = "torch build" if fix == "pip install torch" else answer.stage
+        return "failed", [Finding(plugin=home.candidate.name, check=check, severity="error", text=text, fix=fix)]
+    findings = [
+        Finding(
+            plugin=home.candidate.name,
+            check=check,
+            severity="error",
+            text=_where(check, answer, backend, home) + cause,
+            fix=_fix(check, cause, backend, home),
+        )
+        for check, cause in answer.facts["problems"]
+    ]
+    borrowed = answer.facts["reference"]
+    if borrowed and not home.candidate.builtin:
+        findings.append(
+            Finding(
+                plugin=home.candidate.name,
+                check="plan",
+                severity="note",
+                text=f"backend {backend!r} runs on reference operators for {', '.join(borrowed)}",
+                fix=f"deepinfer explain --accelerator {backend} --model demo --why",
+            )
+        )
+    return answer.facts["plan"] or "failed", findings
+
+
+def _where(check: str, answer: Answer, backend: str, home: Home) -> str:
+    if check == "torch build":
+        return f"torch {answer.facts['torch']} cannot use device type {home.type!r} of backend {backend!r}: "
+    return f"backend {backend!r}: " if check != "plan" else f"a plan for backend {backend!r}: "
+
+
+def _fix(check: str, cause: str, backend: str, home: Home) -> str:
+    if check == "torch build":
+        return f"pip install --upgrade {home.candidate.distribution} torch"
+    if check == "operators":
+        return f"pip install --force-reinstall {home.candidate.distribution}"
+    if check == "plan" and "fallback is 'error'" in cause:
+        return "export DEEPINFER_FALLBACK=warn"
+    if check in ("plugins", "device"):
+        return f"deepinfer explain --accelerator {backend} --log-level debug"
+    return _conformance(backend)
+
+
+def _conformance(backend: str) -> str:
+    return f"deepinfer conformance {backend} --tier boots"
