@@ -49,6 +49,7 @@ bench: setup ## every benchmark, quickly
 
 docs: setup ## regenerate the generated pages
 	@$(BIN)/python -m deepinfer_core.config.document > docs/configuration.md
+	@$(BIN)/python -m deepinfer_core.plugins.document > docs/hooks.md
 
 clean: ## remove .venv and caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

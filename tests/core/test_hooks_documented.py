@@ -10,6 +10,7 @@ import pytest
 
 from deepinfer_core import api
 from deepinfer_core.api import hookspecs
+from deepinfer_core.plugins.document import document
 from deepinfer_core.plugins.inspection import (
     check_implementations,
     hook_arguments,
@@ -22,6 +23,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
 HOOKS = hook_arguments(new_manager())
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_page_is_what_the_specifications_say() -> None:
+    assert document() == PAGE, "run: python -m deepinfer_core.plugins.document > docs/hooks.md"
 
 
 def sections() -> dict[str, str]:
