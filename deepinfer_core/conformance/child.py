@@ -69,9 +69,8 @@ def _facts(plugin: str, backend: str, files: Sequence[str]) -> dict[str, Any]:
 def _device(registry: Registry, backend: str) -> DeviceInfo:
     """The backend's device, or, where it is not in this machine, one that only names it."""
     for _, info in registry.collect("deepinfer_probe", env=ProbeEnv(environ=dict(os.environ))):
-        if info.backend == backend:
-            found: DeviceInfo = info
-            return found
+        if isinstance(info, DeviceInfo) and info.backend == backend:
+            return info
     return DeviceInfo(
         backend=backend,
         type=backend,

@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "attention": ("operators.attention_checks", "operators.sparse", "operators.compress"),
     "moe": ("operators.moe",),
     "runner": ("operators.runner",),
-    "sampling": ("operators.sampling", "operators.draw"),
+    "sampling": ("operators.sampling", "operators.draw", "operators.verify"),
     "model": ("model",),
 }
 """Family -> modules of this package whose ``cases(dtype)`` lists its cases."""

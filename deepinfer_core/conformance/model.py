@@ -95,11 +95,12 @@ def open_engine(target: Target, model: Subject, who: str, **settings: Any) -> LL
         "scheduling.max_batch_tokens": 48,
         "logging.progress": False,
         "logging.level": "error",
-        "plugins.paths": tuple(target.plugin_files),
         **settings,
     }
-    if not own:
-        options["ops"] = dict.fromkeys(model.ops, (REFERENCE,))
+    if own:
+        options["plugins.paths"] = tuple(target.plugin_files)
+    else:  # the core's own plugins alone: a stage that another one adds has no reference operator
+        options |= {"plugins.allow": (), "ops": dict.fromkeys(model.ops, (REFERENCE,))}
     if who != "definition":
         options["model.dtype"] = target.dtype
     folder = model.wide if who == "definition" else model.narrow

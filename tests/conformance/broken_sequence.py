@@ -411,3 +411,33 @@ def ranks_of_ties_equal(request: Any, right: Any) -> Any:
 def host_numbers_recorded(request: Any, right: Any) -> Any:
     """Plans by the host's lengths, which a recorded step does not have."""
     return right
+
+
+@mutant(STAGE, _stage("verify", "chi_square"), "chance", supports=_only("verify"))
+def drafts_taken_too_gladly(request: Any, right: Any) -> Any:
+    """The coin is thrown against a draft distribution that is taken for flat."""
+
+    def run(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, judged: Any) -> Any:
+        flat = None if judged.scores is None else torch.zeros_like(judged.scores)
+        return right.run(logits, batch, tokens, attrs.evolve(judged, scores=flat))
+
+    return Wrapped(right, run=run)
+
+
+@mutant("pointwise.quantise_dequantise", "pointwise.quantise_dequantise/any/drawn", "drawn request")
+def groups_of_eight_only(request: Any, right: Any) -> Any:
+    return right if request.group < 32 else right.again(group=8)
+
+
+@mutant(PAGED, "attention.paged/any/drawn", "tolerance")
+def heads_of_80_channels_cut(request: Any, right: Any) -> Any:
+    """A tile of 64: nobody wrote a case with 80 channels."""
+    if request.head_dim != 80:
+        return right
+
+    def run(query: torch.Tensor, cache: LayerCache, plan: Any, *sinks: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = right.run(query, cache, plan, *sinks)
+        output[..., 64:] = 0.0
+        return output
+
+    return Wrapped(right, run=run)
