@@ -96,6 +96,8 @@ class PagedAttentionRequest(OpRequest):
         window: tokens a query sees, itself included; None: all before it.
         softcap: scores become ``softcap * tanh(score / softcap)``; None: off.
         sinks: True if ``run`` gets one extra logit per head that only enlarges the denominator.
+        causal: False: each row sees every cached position of its request, rows of this step after it included (drafts
+            made in parallel). Adds the demand ``block_attention``, and goes without a window.
     """
 
     op: ClassVar[str] = "attention.paged"
@@ -111,6 +113,14 @@ class PagedAttentionRequest(OpRequest):
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    causal: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not self.causal:
+            if self.window is not None:
+                raise ValueError("causal=False goes without a window")
+            object.__setattr__(self, "demands", self.demands | {"block_attention"})
 
     @property
     def cache_groups(self) -> tuple[str, ...]:
@@ -138,6 +148,7 @@ class PagedAttention(Protocol):
 
         Returns:
             ``[T, q_heads, head_dim]`` in the query's dtype, fresh memory. The row at position t sees cached
-            positions ``max(0, t - window + 1) .. t``. Softmax in float32 or better. T may be 0. Capturable.
+            positions ``max(0, t - window + 1) .. t``, or all of its request unless causal. Softmax in float32 or
+            better. T may be 0. Capturable.
         """
         ...

@@ -102,6 +102,8 @@ def _gather(request: PagedAttentionRequest, layout: StepLayout, table: Array, fe
     owners = np.repeat(np.arange(len(few)), layout.host_query_lens)
     rows = np.nonzero(few[owners])[0]
     last = layout.positions.numpy()[rows]
+    if not request.causal:
+        last = layout.host_seq_lens[owners[rows]].astype(np.int64) - 1
     first = np.zeros_like(last) if request.window is None else np.maximum(last - request.window + 1, 0)
     lengths = last - first + 1
     spans = _buckets(lengths)
@@ -177,9 +179,11 @@ def _chunk(request: PagedAttentionRequest, blocks: Array, start: int, count: int
     parts = []
     for begin in range(0, count, CHUNK_ROWS):
         end = min(begin + CHUNK_ROWS, count)
-        keys = before + end - lowest
-        square = begin == 0 and end == keys and window is None
+        keys = before + end - lowest if request.causal else context
+        square = request.causal and begin == 0 and end == keys and window is None
         mask = None if square else _mask(before + begin - lowest, end - begin, keys, window)
+        if not request.causal:
+            mask = torch.zeros(end - begin, keys)
         parts.append(Part(start + begin, start + end, keys, mask))
     return Chunk(used, lowest - first_block * size, tuple(parts))
 

@@ -36,6 +36,7 @@ LAST_SCORE = 1
 CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = CAPS | {"device_state"}
 KV_CAPS = CAPS | {"kv_layout:paged"}
+PAGED_CAPS = KV_CAPS | {"block_attention"}
 
 
 @hookimpl
@@ -122,7 +123,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
         return []
     return [
         _provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv),
-        _provider("paged_in_place", "attention.paged", "attention:PagedAttention", KV_CAPS, _paged),
+        _provider("paged_in_place", "attention.paged", "attention:PagedAttention", PAGED_CAPS, _paged),
         _provider("sparse", "attention.sparse", "sparse_attention:SparseAttention", KV_CAPS, _sparse),
         _provider("index_topk", "attention.index_topk", "index_topk:IndexTopK", KV_CAPS, _sparse),
         _provider("compress", "attention.compress", "compress:Compress", KV_CAPS, _sparse),

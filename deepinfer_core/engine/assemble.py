@@ -30,7 +30,7 @@ from .planner import Planner
 from .planning import PlannedEngine, group_slot
 from .runner import Runner
 from .slot_table import SlotTable
-from .speculation_module import PREFIX, build_module, shares_ends
+from .speculation_module import PREFIX, build_module, reserve, shares_ends
 from .speculation_start import cost_key, open_speculation
 
 HOST_FRACTION, DEVICE_FRACTION = 0.25, 0.9
@@ -146,7 +146,7 @@ def build_engine(
         extra_stages=planned.stages,
         graphs=None if module is not None else _graphs(planned, model, ops, cache, layer_caches),
         groups=[g.name for g in spec.cache_groups],
-        spare=config.speculation.max_draft_tokens if drafter is not None and not drafter.on_host else 0,
+        spare=0 if drafter is None else reserve(planned_module, config.speculation.max_draft_tokens),
     )
     speculator = None
     if drafter is not None:

@@ -52,7 +52,16 @@ from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
-from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, check_depth, check_module, own_keys, read_needs
+from .speculation_module import (
+    PREFIX,
+    PlannedDrafter,
+    PlannedModule,
+    check_depth,
+    check_module,
+    overlay,
+    own_keys,
+    read_needs,
+)
 from .unavailable import refuse_unavailable
 
 PROVIDER_HOOKS = (
@@ -356,12 +365,13 @@ def _with_module(
         module = definition.describe(source.config, options)
         check_module(config, spec, target, module)
         check_depth(config, module.cache_groups)
-        return PlannedModule(path=str(source.path), definition=definition, spec=module, choices=())
+        overlaid = bool(needs.architecture)
+        return PlannedModule(path=str(source.path), definition=definition, spec=module, choices=(), overlaid=overlaid)
 
     if needs.checkpoint is None:
         return attrs.evolve(drafter, module=planned(checkpoint))
     with open_checkpoint(needs.checkpoint) as own:
-        return attrs.evolve(drafter, module=planned(own))
+        return attrs.evolve(drafter, module=planned(overlay(own, checkpoint) if needs.architecture else own))
 
 
 def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:

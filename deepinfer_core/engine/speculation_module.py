@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -19,10 +19,15 @@ from deepinfer_core.api import (
     ModelContext,
     ModelDefinition,
     ModelSpec,
+    TensorInfo,
+    WeightSource,
 )
 from deepinfer_core.checkpoint import Checkpoint, check_tensors, open_checkpoint
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.plugins import OpTable
+
+if TYPE_CHECKING:
+    import torch
 
 PREFIX = "draft_"
 """Of a module's operator slots and cache groups, among the target's."""
@@ -30,12 +35,18 @@ PREFIX = "draft_"
 
 @attrs.frozen(kw_only=True)
 class PlannedModule:
-    """A draft module that was decided on. ``path``: of its checkpoint. ``choices``: its operators, by its own slots."""
+    """A draft module that was decided on.
+
+    Attributes:
+        path: of its checkpoint. choices: its operators, by its own slots.
+        overlaid: tensors that its checkpoint lacks are the target's.
+    """
 
     path: str
     definition: type[ModelDefinition]
     spec: ModelSpec
     choices: tuple[Choice, ...]
+    overlaid: bool
 
     @property
     def cache_groups(self) -> tuple[CacheGroupSpec, ...]:
@@ -153,6 +164,34 @@ def check_depth(config: EngineConfig, groups: Sequence[CacheGroupSpec]) -> None:
         )
 
 
+class _Overlay:
+    """Tensors of one checkpoint, and what it lacks from another."""
+
+    def __init__(self, own: WeightSource, base: WeightSource) -> None:
+        self._own, self._base = own, base
+        self._names = set(own.names())
+
+    def names(self) -> Iterable[str]:
+        return [*self._names, *(name for name in self._base.names() if name not in self._names)]
+
+    def describe(self, name: str) -> TensorInfo:
+        return (self._own if name in self._names else self._base).describe(name)
+
+    def load(self, name: str) -> torch.Tensor:
+        return (self._own if name in self._names else self._base).load(name)
+
+
+def overlay(own: Checkpoint, base: Checkpoint) -> Checkpoint:
+    """A draft module's checkpoint, which may leave out embedding and output head: they are the target's."""
+    return attrs.evolve(own, weights=_Overlay(own.weights, base.weights), close=own.close)
+
+
+def reserve(module: PlannedModule | None, depth: int) -> int:
+    """Rows past the newest token that the drafter may write: as many as it drafts at once."""
+    block = None if module is None or module.spec.draft is None else module.spec.draft.max_drafts
+    return max(depth, block or 0)
+
+
 def shares_ends(target: Sequence[Choice], module: Sequence[Choice]) -> bool:
     """True when one operator serves embedding and output head of both, so that the module can use the target's."""
 
@@ -196,7 +235,7 @@ def build_module(
     if module.path == str(checkpoint.path):
         return load(checkpoint)
     with open_checkpoint(module.path) as own:
-        return load(own)
+        return load(overlay(own, checkpoint) if module.overlaid else own)
 
 
 def start_drafter(

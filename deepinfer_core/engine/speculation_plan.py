@@ -59,7 +59,7 @@ class DraftPlanner:
     """Plans verification for a device drafter.
 
     Args:
-        depth: most drafts of one request. reserve: whether the drafter writes cache rows of its own.
+        depth: most drafts of one request. reserve: cache rows that the drafter writes past the newest token; 0: none.
         schedule: of ``speculation.schedule = "confidence"``, or None: verify every draft.
         delayed: steps are planned before the drafts they verify are known.
         judges_by_rejection: drafts of requests without a seed may be judged by rejection sampling.
@@ -72,7 +72,7 @@ class DraftPlanner:
         slots: SlotTable,
         depth: int,
         max_model_len: int,
-        reserve: bool,
+        reserve: int,
         schedule: DraftSchedule | None,
         delayed: bool,
         judges_by_rejection: bool,
@@ -119,10 +119,10 @@ class DraftPlanner:
     def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
         """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""
         drafts = samples > 0
-        room = drafts & (tops + self.depth <= self.max_model_len)
+        room = drafts & (tops + self.reserve <= self.max_model_len)
         if self.reserve:
             for i in np.nonzero(room)[0].tolist():
-                slot, wanted = int(slots[i]), int(tops[i]) + self.depth
+                slot, wanted = int(slots[i]), int(tops[i]) + self.reserve
                 room[i] = self.cache.can_grow(slot, wanted)
                 if room[i]:
                     self.cache.grow(slot, wanted)

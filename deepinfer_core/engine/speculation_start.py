@@ -15,7 +15,7 @@ from .planner import Planner
 from .runner import Runner
 from .speculation import DeviceSpeculator, Speculator
 from .speculation_device import BlockRows, DraftRuntime
-from .speculation_module import PlannedDrafter, module_caches, start_drafter
+from .speculation_module import PlannedDrafter, module_caches, reserve, start_drafter
 from .speculation_plan import DraftPlanner
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def open_speculation(
         slots=planner.slots,
         depth=depth,
         max_model_len=planner.cache.max_model_len,
-        reserve=module is not None,
+        reserve=0 if module is None else reserve(planned.module, depth),
         schedule=schedule,
         delayed=delayed,
         judges_by_rejection=planner.judges_by_rejection,

@@ -7,7 +7,7 @@ some layers to a sliding window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -301,7 +301,13 @@ class DenseModel:
         return plans
 
     def forward(self, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
-        ops = self.ops
+        return self.forward_tapped(batch, plan, ())[0]
+
+    def forward_tapped(
+        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """What :meth:`forward` returns, and the residual sum ``[T, hidden]`` leaving each layer in ``taps``."""
+        ops, tapped = self.ops, {}
         residual = ops.embedding.run(batch.token_ids, self.embedding_weight)
         x = ops.norm.run(residual, self.layers[0].input_norm)
         for index, layer in enumerate(self.layers):
@@ -310,8 +316,9 @@ class DenseModel:
             x = ops.down.run(ops.swiglu.run(ops.gate_up.run(x, layer.gate_up)), layer.down)
             last = index + 1 == len(self.layers)
             x, residual = ops.norm.add(x, residual, self.final_norm if last else self.layers[index + 1].input_norm)
-        final: torch.Tensor = x
-        return final
+            if index in taps:
+                tapped[index] = residual.clone()  # the next layer may overwrite it
+        return x, [tapped[index] for index in taps]
 
     def _attention(self, x: torch.Tensor, layer: DenseLayer, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
         c, ops = self.config, self.ops

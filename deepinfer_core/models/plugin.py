@@ -9,7 +9,9 @@ from deepinfer_core.api import LazyRef, ModelInfo, PluginInfo, hookimpl
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="models", help="Built-in model families: Llama, Qwen3 and DeepSeek-V4")
+    return PluginInfo(
+        name="models", help="Built-in model families: Llama, Qwen3 and DeepSeek-V4, and their draft modules"
+    )
 
 
 @hookimpl
@@ -29,5 +31,8 @@ def deepinfer_models() -> Sequence[ModelInfo]:
         ModelInfo(
             architectures=("DeepseekV4DSpark",),
             definition=LazyRef("deepinfer_core.models.deepseek_v4.dspark:DeepseekV4DSpark"),
+        ),
+        ModelInfo(
+            architectures=("Qwen3DSparkModel",), definition=LazyRef("deepinfer_core.models.qwen3_dspark:Qwen3DSpark")
         ),
     ]

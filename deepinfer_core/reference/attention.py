@@ -65,6 +65,8 @@ class Paged:
         blocks = layout.block_table[index].to(torch.int64)[number]
         position = layout.positions[start:end, None]
         visible = cached <= position
+        if not self._request.causal:
+            visible = torch.ones_like(visible)
         if window is not None:
             visible &= cached > position - window
         return _RequestPlan(start, end, blocks, cached % layout.block_size, visible)

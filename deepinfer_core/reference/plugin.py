@@ -75,7 +75,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     caps = COMMON_CAPS | {f"kv_layout:{LAYOUT}"}
     return [
         _provider("write_kv", "attention.write_kv", "attention:WriteKV", caps),
-        _provider("paged_attention", "attention.paged", "attention:Paged", caps),
+        _provider("paged_attention", "attention.paged", "attention:Paged", caps | {"block_attention"}),
         _provider("sparse_attention", "attention.sparse", "sparse_attention:SparseAttention", caps),
         _provider("index_topk", "attention.index_topk", "index_topk:IndexTopK", caps),
         _provider("compress", "attention.compress", "compress:Compress", caps),

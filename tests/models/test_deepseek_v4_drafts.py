@@ -138,7 +138,7 @@ class Drafter:
         """``(request, newest token, its position)`` of each request."""
         parts = []
         for request, newest, position in at:
-            parts.append((request, self.model.inputs(torch.tensor([newest])).tolist(), position))
+            parts.append((request, self.model.inputs(torch.tensor([newest]))[0].tolist(), position))
         batch = self.stepper.batch(parts)
         with torch.inference_mode():
             return self.model.draft(batch, self.model.plan(batch))
@@ -171,7 +171,7 @@ def test_block_drafter(dspark: Drafts, past: int) -> None:
             drafter.inject(taps, start, end)
             start = end
         found = drafter.draft((0, TOKENS[past], past))
-        assert same(found.logits[0], logits)
+        assert same(found.scores[0], logits)
         assert found.tokens[0].tolist() == tokens
         assert found.confidence[0].tolist() == pytest.approx(confidence, rel=1e-4, abs=0.02)
 
@@ -184,7 +184,7 @@ def test_drafts_do_not_change_with_what_was_drafted_before(dspark: Drafts) -> No
     drafter.draft((0, TOKENS[10], 10))
     drafter.inject(taps, 10, 13)
     found = drafter.draft((0, TOKENS[13], 13))
-    assert same(found.logits[0], expected(dspark, taps, 13, TOKENS[13])[0])
+    assert same(found.scores[0], expected(dspark, taps, 13, TOKENS[13])[0])
 
 
 def test_two_requests_draft_in_one_step(dspark: Drafts) -> None:
@@ -193,8 +193,8 @@ def test_two_requests_draft_in_one_step(dspark: Drafts) -> None:
     drafter.inject(taps, 0, 6)
     drafter.inject(taps, 0, 20, request=1)
     found = drafter.draft((0, TOKENS[6], 6), (1, 77, 20))
-    assert same(found.logits[0], expected(dspark, taps, 6, TOKENS[6])[0])
-    assert same(found.logits[1], expected(dspark, taps, 20, 77)[0])
+    assert same(found.scores[0], expected(dspark, taps, 6, TOKENS[6])[0])
+    assert same(found.scores[1], expected(dspark, taps, 20, 77)[0])
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dspark"])
@@ -254,5 +254,5 @@ def test_packed_draft_tensors(kind: str, request: pytest.FixtureRequest, tmp_pat
         for path in (left, right):
             drafter = Drafter(path)
             drafter.inject(taps, 0, 20)
-            results.append(drafter.draft((0, TOKENS[20], 20)).logits)
+            results.append(drafter.draft((0, TOKENS[20], 20)).scores)
     assert same(results[0], results[1])

@@ -36,7 +36,8 @@ class RopeConfig:
 
 @attrs.frozen(kw_only=True)
 class DSparkConfig:
-    """The block drafter: rows drafted at once, filler token, layers whose output it reads, rank of its Markov head."""
+    """The block drafter: rows drafted at once, filler token, layers whose output it reads, rank of its Markov head (0:
+    it has neither Markov nor confidence head, as DFlash)."""
 
     block: int
     noise_token: int
@@ -261,9 +262,12 @@ def _dspark(config: Mapping[str, Any], layers: int) -> DSparkConfig | None:
     noise = config.get("dspark_noise_token_id")
     if type(noise) is not int or noise < 0:
         raise ConfigError(f"config.json: dspark_noise_token_id={noise!r}: expected a token id")
+    rank = config.get("dspark_markov_rank")
+    if type(rank) is not int or rank < 0:
+        raise ConfigError(f"config.json: dspark_markov_rank={rank!r}: expected an integer >= 0")
     return DSparkConfig(
         block=whole(config, "dspark_block_size"),
         noise_token=noise,
         target_layers=tuple(targets),
-        markov_rank=whole(config, "dspark_markov_rank"),
+        markov_rank=rank,
     )

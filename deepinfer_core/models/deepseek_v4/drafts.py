@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepinfer_core.api import CheckpointError, ConfigError, ModelOptions, ModelSpec, OpRequest
+from deepinfer_core.api import CheckpointError, ConfigError, DraftModuleSpec, ModelOptions, ModelSpec, OpRequest
 
 from .block import Block
 from .config import DraftKind, V4Config
@@ -47,7 +47,9 @@ def draft_needs(c: V4Config, options: ModelOptions) -> Needs:
     return needs_of(c, options, prefixes, DRAFT)
 
 
-def draft_spec(n: Needs, architecture: str, ops: Mapping[str, OpRequest], *, causal: bool) -> ModelSpec:
+def draft_spec(
+    n: Needs, architecture: str, ops: Mapping[str, OpRequest], *, causal: bool, draft: DraftModuleSpec
+) -> ModelSpec:
     """Spec of a draft module with operators of its own in ``ops``."""
     c, formats = n.config, n.formats
     ends = iter(((SHARED[0], (c.vocab, c.hidden)), (SHARED[1], (c.vocab, c.hidden))))
@@ -62,6 +64,7 @@ def draft_spec(n: Needs, architecture: str, ops: Mapping[str, OpRequest], *, cau
         block_alignment=c.block_alignment,
         ops=embedding_and_head(n) | block_requests(n, causal=causal) | dict(ops),
         tensors=tensor_specs(draft_tensors(c), formats) | tensor_specs(ends, formats),
+        draft=draft,
     )
 
 

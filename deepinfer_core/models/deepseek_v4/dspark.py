@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
-from deepinfer_core.api import EmbeddingRequest, ModelBatch, ModelContext, ModelOptions, ModelSpec, OpRequest
+from deepinfer_core.api import (
+    DraftModuleSpec,
+    EmbeddingRequest,
+    ModelBatch,
+    ModelContext,
+    ModelOptions,
+    ModelSpec,
+    OpRequest,
+)
+from deepinfer_core.models.drafted_block import Choose, DraftedBlock, greedy
 
 from .attention import attention_plans
 from .block import Block, load_head
@@ -20,22 +28,6 @@ from .names import draft_prefix
 from .weights import Loader
 
 ARCHITECTURE = "DeepseekV4DSpark"
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DraftedBlock:
-    """What one drafting step gives.
-
-    Attributes:
-        tokens: ``[R, block]`` int64; token j is a guess at position p + 2 + j.
-        logits: ``[R, block, vocab]`` float32, what they were chosen from.
-        confidence: ``[R, block]`` float32 logits: their sigmoid estimates the chance that draft j is accepted if all
-            before it are.
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-    confidence: torch.Tensor
 
 
 class DeepseekV4DSpark:
@@ -59,20 +51,26 @@ class DeepseekV4DSpark:
         rank, features = c.dspark.markov_rank, len(c.dspark.target_layers) * c.hidden
         first_table, second = (f"{last}markov_head.markov_w{i}.weight" for i in (1, 2))
         confidence = f"{last}confidence_head.proj.weight"
+        draft = DraftModuleSpec(taps=c.dspark.target_layers, max_drafts=c.dspark.block)
         ops: dict[str, OpRequest] = {
             "main_proj": n.linear(features, c.hidden, [f"{draft_prefix(0)}main_proj.weight"]),
+        }
+        if not rank:
+            return draft_spec(n, ARCHITECTURE, ops, causal=False, draft=draft)
+        ops |= {
             "markov_table": EmbeddingRequest(
                 vocab_size=c.vocab, hidden=rank, weight_dtype=n.formats.dtype(first_table), **n.common
             ),
             "markov_out": n.linear(rank, c.vocab, [second], out_dtype=w),
             "confidence": n.linear(c.hidden + rank, 1, [confidence], dtype=w, out_dtype=w),
         }
-        return draft_spec(n, ARCHITECTURE, ops, causal=False)
+        return draft_spec(n, ARCHITECTURE, ops, causal=False, draft=draft)
 
     @classmethod
-    def build(cls, context: ModelContext, main: Ends | None = None) -> DeepseekV4DSpark:
-        """``main``: ends of a main model built with the same operators, to share instead of reading them again."""
+    def build(cls, context: ModelContext) -> DeepseekV4DSpark:
+        main: Ends | None = None if context.target is None else context.target.ends
         c = read_draft_config(context.config, "dspark")
+        assert c.dspark is not None
         ops, loader = context.ops, Loader.of(context, c)
         first, last = draft_prefix(0), draft_prefix(c.drafts - 1)
         embedding, head = load_ends(ops, loader, main)
@@ -80,10 +78,9 @@ class DeepseekV4DSpark:
         parts = {
             "main_proj": ops.main_proj.prepare(loader.weights(first, ("main_proj",))),
             "main_norm": loader.vector(f"{first}main_norm.weight"),
-            "markov_table": ops.markov_table.prepare(loader.tensor(f"{last}markov_head.markov_w1.weight")),
-            "markov_out": ops.markov_out.prepare(loader.weights(last, ("markov_head.markov_w2",))),
-            "confidence": ops.confidence.prepare(loader.weights(last, ("confidence_head.proj",))),
         }
+        if c.dspark.markov_rank:
+            parts |= _heads(ops, loader, last)
         ends = Ends(
             embedding=embedding,
             hyper_head=load_head(ops.hyper_head, loader, last),
@@ -128,25 +125,37 @@ class DeepseekV4DSpark:
         logits: torch.Tensor = self.ops.head.run(self.ops.norm.run(hidden, self.ends.norm), self.ends.head)
         return logits
 
-    def draft(self, batch: ModelBatch, plan: dict[str, Any]) -> DraftedBlock:
-        """The most likely block of every request: each token is chosen knowing the one before it."""
+    def draft(
+        self, batch: ModelBatch, plan: dict[str, Any], depth: int | None = None, choose: Choose = greedy
+    ) -> DraftedBlock:
+        """The first ``depth`` tokens of every request's block: each is chosen knowing the one before it."""
         hidden = self.forward(batch, plan)
         block, ops, parts = self.dspark.block, self.ops, self.parts
         logits = self.logits(hidden).view(-1, block, self.config.vocab)
         hidden = hidden.view(-1, block, self.config.hidden)
         previous = batch.token_ids.view(-1, block)[:, 0]
-        tokens, confidence = [], []
-        for j in range(block):
-            tie = ops.markov_table.run(previous, parts["markov_table"])
-            logits[:, j] += ops.markov_out.run(tie, parts["markov_out"])
-            both = torch.cat((hidden[:, j], tie), dim=-1).to(logits.dtype)
-            confidence.append(ops.confidence.run(both, parts["confidence"])[:, 0])
-            previous = logits[:, j].argmax(-1)
-            tokens.append(previous)
-        return DraftedBlock(tokens=torch.stack(tokens, 1), logits=logits, confidence=torch.stack(confidence, 1))
+        drafted = DraftedBlock.gather()
+        for j in range(block if depth is None else depth):
+            scores, confidence = logits[:, j], None
+            if self.dspark.markov_rank:
+                tie = ops.markov_table.run(previous, parts["markov_table"])
+                scores = scores + ops.markov_out.run(tie, parts["markov_out"])
+                both = torch.cat((hidden[:, j], tie), dim=-1).to(scores.dtype)
+                confidence = ops.confidence.run(both, parts["confidence"])[:, 0]
+            previous = drafted.add(choose(scores, j), confidence).clamp(min=0)
+        return drafted.done()
 
     def inputs(self, newest: torch.Tensor) -> torch.Tensor:
-        """``[R]`` newest token of each request -> ``[R * block]`` ids for :meth:`draft`."""
+        """``[R]`` newest token of each request -> ``[R, block]`` ids for :meth:`draft`."""
         ids = newest.new_full((newest.shape[0], self.dspark.block), self.dspark.noise_token)
         ids[:, 0] = newest
-        return ids.flatten()
+        return ids
+
+
+def _heads(ops: Any, loader: Loader, last: str) -> dict[str, Any]:
+    """Markov head and confidence head, which are the last stage's."""
+    return {
+        "markov_table": ops.markov_table.prepare(loader.tensor(f"{last}markov_head.markov_w1.weight")),
+        "markov_out": ops.markov_out.prepare(loader.weights(last, ("markov_head.markov_w2",))),
+        "confidence": ops.confidence.prepare(loader.weights(last, ("confidence_head.proj",))),
+    }

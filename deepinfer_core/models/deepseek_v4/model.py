@@ -88,6 +88,13 @@ class DeepseekV4Model:
     def forward(self, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
         return self.collapse(self.streams(batch, plan)[0])
 
+    def forward_tapped(
+        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """What :meth:`forward` returns, and the streams ``[T, M, hidden]`` leaving each layer in ``taps``."""
+        streams, tapped = self.streams(batch, plan, taps)
+        return self.collapse(streams), tapped
+
     def streams(
         self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:

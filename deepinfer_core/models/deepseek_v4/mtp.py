@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepinfer_core.api import ModelBatch, ModelContext, ModelOptions, ModelSpec
+from deepinfer_core.api import DraftModuleSpec, ModelBatch, ModelContext, ModelOptions, ModelSpec
 
 from .attention import attention_plans
 from .block import Block, load_head
@@ -37,11 +37,11 @@ class DeepseekV4MTP:
         c = read_draft_config(config, "mtp")
         n = draft_needs(c, options)
         ops = {name: n.linear(c.hidden, c.hidden, [f"{draft_prefix(0)}{name}.weight"]) for name in ("e_proj", "h_proj")}
-        return draft_spec(n, ARCHITECTURE, ops, causal=True)
+        return draft_spec(n, ARCHITECTURE, ops, causal=True, draft=DraftModuleSpec(taps=(c.layers - 1,)))
 
     @classmethod
-    def build(cls, context: ModelContext, main: Ends | None = None) -> DeepseekV4MTP:
-        """``main``: ends of a main model built with the same operators, to share instead of reading them again."""
+    def build(cls, context: ModelContext) -> DeepseekV4MTP:
+        main: Ends | None = None if context.target is None else context.target.ends
         c = read_draft_config(context.config, "mtp")
         ops, loader, p = context.ops, Loader.of(context, c), draft_prefix(0)
         embedding, head = load_ends(ops, loader, main)

@@ -157,7 +157,7 @@ def draft_tensors(c: V4Config) -> Shapes:
         if c.dspark is None or last:
             yield f"{p}norm.weight", (c.hidden,)
             yield from head_tensors(c, p)
-        if c.dspark is not None and last:
+        if c.dspark is not None and c.dspark.markov_rank and last:
             yield f"{p}markov_head.markov_w1.weight", (c.vocab, c.dspark.markov_rank)
             yield f"{p}markov_head.markov_w2.weight", (c.vocab, c.dspark.markov_rank)
             yield f"{p}confidence_head.proj.weight", (1, c.hidden + c.dspark.markov_rank)

@@ -40,14 +40,17 @@ class DraftModel:
             chances.append(before.gather(1, tokens.clamp(min=0)[:, None])[:, 0])
             if scores is not None:
                 kept.append(scores)
-        # The model's own probability of its draft, as a logit, so that it can be calibrated like any other.
-        chance = torch.stack(chances, 1).clamp(max=-1e-6)
-        logit = chance - torch.log(-torch.expm1(chance))
         return Proposal(
             tokens=torch.stack(drafts, 1),
-            confidence=temper(logit, self._temperatures),
+            confidence=temper(as_logit(torch.stack(chances, 1)), self._temperatures),
             scores=torch.stack(kept, 1) if kept else None,
         )
 
     def verified(self, results: Sequence[Verified]) -> None:
         self._recorder.add(results)
+
+
+def as_logit(logprobs: torch.Tensor) -> torch.Tensor:
+    """A model's probability of its own draft, as the logit of a confidence: calibrated like any other."""
+    chance = logprobs.clamp(max=-1e-6)
+    return chance - torch.log(-torch.expm1(chance))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from deepinfer_core.api import ConfigError, DrafterNeeds
@@ -27,3 +28,52 @@ def draft_model(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
             "target's vocabulary"
         )
     return DrafterNeeds(reads="module", checkpoint=settings.draft_model)
+
+
+_DSPARK = {"DeepseekV4ForCausalLM": "DeepseekV4DSpark", "Qwen3ForCausalLM": "Qwen3DSparkModel"}
+_MTP = {"DeepseekV4ForCausalLM": "DeepseekV4MTP"}
+
+
+def dspark(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
+    """A block-drafting module.
+
+    Raises:
+        ConfigError: there is none for such a target, or none is given.
+    """
+    architecture = _module_of("dspark", _DSPARK, target)
+    if architecture == "Qwen3DSparkModel" and not settings.drafter:
+        raise ConfigError("speculation.method='dspark': set plugins.spec_decode.drafter to a draft checkpoint")
+    return DrafterNeeds(reads="module", architecture=architecture, checkpoint=drafter_path(settings.drafter))
+
+
+def mtp(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
+    """A next-token module.
+
+    Raises:
+        ConfigError: there is none for such a target.
+    """
+    architecture = _module_of("mtp", _MTP, target)
+    return DrafterNeeds(reads="module", architecture=architecture, checkpoint=drafter_path(settings.drafter))
+
+
+def _module_of(method: str, known: Mapping[str, str], target: Mapping[str, Any]) -> str:
+    names = target.get("architectures") or []
+    found = next((known[name] for name in names if name in known), None)
+    if found is None:
+        raise ConfigError(
+            f"speculation.method={method!r}: no such module for {names!r}, only for {', '.join(known)}: use 'ngram' or "
+            "'draft_model'"
+        )
+    return found
+
+
+SHIPPED = Path(__file__).parent / "drafters"
+"""Draft modules that come with the plugin, one directory each."""
+
+
+def drafter_path(name: str) -> str | None:
+    """A directory, or a shipped drafter by its name; a name wins. None for an empty one."""
+    if not name:
+        return None
+    shipped = SHIPPED / name
+    return str(shipped) if (shipped / "config.json").is_file() else name

@@ -25,7 +25,7 @@ def _drafter(name: str, help: str, factory: str) -> DrafterInfo:
 def deepinfer_plugin() -> PluginInfo:
     return PluginInfo(
         name="spec_decode",
-        help="Speculative decoding: n-grams, draft models",
+        help="Speculative decoding: DSpark, DFlash, MTP, draft models, n-grams",
         settings=Settings,
     )
 
@@ -35,4 +35,6 @@ def deepinfer_speculation() -> Sequence[DrafterInfo]:
     return [
         _drafter("ngram", "What followed the last tokens before; any model", "ngram:NGramDrafter"),
         _drafter("draft_model", "A smaller model of the same vocabulary", "draft_model:DraftModel"),
+        _drafter("dspark", "DSpark or DFlash: a block at once from layers of the target", "dspark:BlockDrafter"),
+        _drafter("mtp", "The next-token module of a DeepSeek checkpoint", "mtp:MTPDrafter"),
     ]

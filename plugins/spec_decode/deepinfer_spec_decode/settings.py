@@ -11,6 +11,8 @@ class Settings:
 
     Attributes:
         draft_model: checkpoint of the smaller model for ``draft_model``.
+        drafter: checkpoint of the draft module for ``dspark`` and ``mtp``, or the name of one that comes with this
+            plugin; "": it is in the target's.
         ngram_max, ngram_min: longest and shortest run of tokens that ``ngram`` looks for.
         calibration: "auto": temperatures from beside the checkpoint, if they were fitted; "off": none.
         record_file: append what became of every draft to this file, as JSON lines (``calibrate-drafter`` reads them).
@@ -20,6 +22,7 @@ class Settings:
     """
 
     draft_model: str = ""
+    drafter: str = ""
     ngram_max: int = attrs.field(default=4, validator=attrs.validators.ge(1))
     ngram_min: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     calibration: str = attrs.field(default="auto", validator=attrs.validators.in_(("auto", "off")))

@@ -1,0 +1,110 @@
+"""What a step costs by its rows: measured when the engine starts, corrected while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from deepinfer_core.api import VerifyCost
+
+Array = np.ndarray[Any, Any]
+
+TIMED = 5
+"""Runs of each size after one to warm up; the fastest and the slowest are left out."""
+
+MIN_SAMPLES = 10
+KEPT = 5000
+DRAFT_SAMPLES = 9
+LEAST_SHARE = 0.25
+"""Of the measured cost that a correction leaves."""
+
+
+def measure_table(
+    measure: Callable[[int], float],
+    rows: Sequence[int],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[tuple[int, float]]:
+    """``(rows, seconds of a step)``, ascending. Stops before a size that would pass the time allowed, after two sizes
+    at least, and at one that does not fit the memory."""
+    table: list[tuple[int, float]] = []
+    started = clock()
+    for count in rows:
+        spent = clock() - started
+        if len(table) >= 2 and spent + (TIMED + 1) * table[-1][1] * count / table[-1][0] > seconds:
+            break
+        try:
+            measure(count)
+            timed = sorted(measure(count) for _ in range(TIMED))
+        except MemoryError:
+            break
+        table.append((count, mean(timed[1:-1])))
+    return table
+
+
+class StepCosts:
+    """Seconds of a step as a function of its rows, and of drafting as a function of the requests drafted for.
+
+    Between measured sizes the cost is interpolated, beyond them it goes on as between the last two. It never falls
+    with more rows: where a measurement does, that is noise.
+    """
+
+    def __init__(self, table: Sequence[tuple[int, float]]) -> None:
+        if not table:
+            raise ValueError("a cost table needs at least one measurement")
+        self.rows = np.array([row for row, _ in table], np.float64)
+        self.seconds = np.maximum.accumulate(np.array([cost for _, cost in table], np.float64))
+        self._residuals: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._drafts: dict[int, deque[float]] = {}
+        self._all_drafts: deque[float] = deque(maxlen=DRAFT_SAMPLES)
+        self._slope = 0.0
+
+    def __call__(self, rows: Array) -> Array:
+        """``[m]`` rows -> ``[m]`` seconds, corrected."""
+        plain = self.measured(rows)
+        corrected: Array = np.maximum(plain + self._slope * rows, LEAST_SHARE * plain)
+        return corrected
+
+    def measured(self, rows: Array) -> Array:
+        """As the table says."""
+        rows = np.asarray(rows, np.float64)
+        cost: Array = np.interp(rows, self.rows, self.seconds)
+        if len(self.rows) > 1:
+            step = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+            cost = cost + np.maximum(rows - self.rows[-1], 0.0) * step
+        return cost
+
+    def drafting(self, requests: int) -> float:
+        """Seconds of drafting for so many requests: the median of the last times, 0 before any."""
+        own = self._drafts.get(requests, ())
+        samples = own if len(own) >= 5 else self._all_drafts
+        return median(samples) if samples else 0.0
+
+    @property
+    def slope(self) -> float:
+        """Seconds a row costs more than measured: contexts are longer than those of the measurement."""
+        return self._slope
+
+    def observe(self, cost: VerifyCost) -> None:
+        """Learn from a step. Steps with prompt rows tell nothing about rows that decode."""
+        if cost.drafted:
+            self._drafts.setdefault(cost.drafted, deque(maxlen=DRAFT_SAMPLES)).append(cost.draft_seconds)
+            self._all_drafts.append(cost.draft_seconds)
+        if not cost.decode or cost.rows == 0:
+            return
+        plain = float(self.measured(np.array([cost.rows]))[0])
+        self._residuals.append((cost.rows, (cost.target_seconds - plain) / cost.rows))
+        if len(self._residuals) % MIN_SAMPLES == 0:
+            self._slope = self._median_of_medians()
+
+    def _median_of_medians(self) -> float:
+        by_rows: dict[int, list[float]] = {}
+        for rows, residual in self._residuals:
+            by_rows.setdefault(rows, []).append(residual)
+        medians = [median(found) for found in by_rows.values() if len(found) >= MIN_SAMPLES]
+        return median(medians) if medians else self._slope

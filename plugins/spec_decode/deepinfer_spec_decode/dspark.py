@@ -1,0 +1,49 @@
+"""DSpark and DFlash: a draft module drafts a block at once from layers of its target (arXiv:2607.05147)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
+
+from .calibration import temper, temperatures_for
+from .rates import AcceptanceRates
+from .records import Recorder
+from .settings import Settings
+
+
+class BlockDrafter:
+    """Injects what the target's layers say into the module's caches, then drafts from there.
+
+    A module without a confidence head has as confidence how often its drafts were accepted.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._recorder = Recorder(settings.record_file)
+
+    def start(self, context: DrafterContext) -> None:
+        self._module = context.module
+        self._rates = AcceptanceRates(context.max_draft_tokens)
+        self._temperatures = temperatures_for(context, "dspark", self._settings.calibration)
+
+    def absorb(self, step: DraftStep) -> None:
+        assert step.rows is not None
+        self._module.inject(step.taps, step.rows, self._module.plan(step.rows))
+
+    def propose(self, step: DraftStep) -> Proposal:
+        newest = step.state.history[step.slots, step.anchors].to(torch.int64)
+        batch = step.block(self._module.inputs(newest), 0)
+        drafted = self._module.draft(batch, self._module.plan(batch), step.depth, step.choose)
+        if drafted.confidence is None:
+            rates = torch.from_numpy(self._rates.confidence()).to(newest.device)
+            confidence = rates[: step.depth].expand(drafted.tokens.shape)
+        else:
+            confidence = temper(drafted.confidence, self._temperatures)
+        return Proposal(tokens=drafted.tokens, confidence=confidence, scores=drafted.scores)
+
+    def verified(self, results: Sequence[Verified]) -> None:
+        self._rates.learn(results)
+        self._recorder.add(results)
