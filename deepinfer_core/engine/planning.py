@@ -34,7 +34,7 @@ from deepinfer_core.api import (
     SamplingRequest,
     StageInfo,
 )
-from deepinfer_core.checkpoint import Checkpoint, open_checkpoint
+from deepinfer_core.checkpoint import Checkpoint
 from deepinfer_core.config import EngineConfig, check_environment, check_plugin_tables, plugin_settings
 from deepinfer_core.plugins import (
     DeviceChoice,
@@ -52,16 +52,7 @@ from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
-from .speculation_module import (
-    PREFIX,
-    PlannedDrafter,
-    PlannedModule,
-    check_depth,
-    check_module,
-    overlay,
-    own_keys,
-    read_needs,
-)
+from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, own_keys, read_needs, with_module
 from .unavailable import refuse_unavailable
 
 PROVIDER_HOOKS = (
@@ -171,7 +162,13 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         ),
     }
     if drafter is not None:
-        drafter = _with_module(drafter, config, checkpoint, registry, device, definition, spec)
+
+        def described(source: Checkpoint, architecture: str) -> tuple[type[ModelDefinition], ModelSpec]:
+            found = _definition(source, registry, architecture)
+            options = attrs.evolve(_options(config, source, device), dtype=spec.dtype, max_model_len=spec.max_model_len)
+            return found, found.describe(source.config, options)
+
+        drafter = with_module(drafter, config, checkpoint, definition, spec, described)
     module = None if drafter is None else drafter.module
     _check_keys(config, chosen, spec, requests, module)
     fallback = _fallback(config, chosen.device)
@@ -343,35 +340,6 @@ def _drafter(config: EngineConfig, registry: Registry, checkpoint: Checkpoint) -
     settings = _settings(config, registry, plugin)
     needs = read_needs(info, settings, config, checkpoint.config)
     return PlannedDrafter(plugin=plugin, info=info, needs=needs, settings=settings, module=None)
-
-
-def _with_module(
-    drafter: PlannedDrafter,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    registry: Registry,
-    device: Device,
-    target: type[ModelDefinition],
-    spec: ModelSpec,
-) -> PlannedDrafter:
-    """The drafter with its module described, from the target's checkpoint or from its own."""
-    needs = drafter.needs
-    if needs.reads != "module":
-        return drafter
-
-    def planned(source: Checkpoint) -> PlannedModule:
-        definition = _definition(source, registry, needs.architecture)
-        options = attrs.evolve(_options(config, source, device), dtype=spec.dtype, max_model_len=spec.max_model_len)
-        module = definition.describe(source.config, options)
-        check_module(config, spec, target, module)
-        check_depth(config, module.cache_groups)
-        overlaid = bool(needs.architecture)
-        return PlannedModule(path=str(source.path), definition=definition, spec=module, choices=(), overlaid=overlaid)
-
-    if needs.checkpoint is None:
-        return attrs.evolve(drafter, module=planned(checkpoint))
-    with open_checkpoint(needs.checkpoint) as own:
-        return attrs.evolve(drafter, module=planned(overlay(own, checkpoint) if needs.architecture else own))
 
 
 def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:

@@ -186,6 +186,41 @@ def overlay(own: Checkpoint, base: Checkpoint) -> Checkpoint:
     return attrs.evolve(own, weights=_Overlay(own.weights, base.weights), close=own.close)
 
 
+Describe = Callable[[Checkpoint, str], tuple[type[ModelDefinition], ModelSpec]]
+"""``(checkpoint, architecture or "")`` -> the model class and its needs, at the target's dtype and length."""
+
+
+def with_module(
+    drafter: PlannedDrafter,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    target: type[ModelDefinition],
+    spec: ModelSpec,
+    describe: Describe,
+) -> PlannedDrafter:
+    """The drafter with its module described, from the target's checkpoint or from its own.
+
+    Raises:
+        ConfigError, CheckpointError: the module does not fit, or is not there.
+    """
+    needs = drafter.needs
+    if needs.reads != "module":
+        return drafter
+
+    def planned(source: Checkpoint) -> PlannedDrafter:
+        definition, module = describe(source, needs.architecture)
+        check_module(config, spec, target, module)
+        check_depth(config, module.cache_groups)
+        overlaid = bool(needs.architecture)
+        found = PlannedModule(path=str(source.path), definition=definition, spec=module, choices=(), overlaid=overlaid)
+        return attrs.evolve(drafter, module=found)
+
+    if needs.checkpoint is None:
+        return planned(checkpoint)
+    with open_checkpoint(needs.checkpoint) as own:
+        return planned(overlay(own, checkpoint) if needs.architecture else own)
+
+
 def reserve(module: PlannedModule | None, depth: int) -> int:
     """Rows past the newest token that the drafter may write: as many as it drafts at once."""
     block = None if module is None or module.spec.draft is None else module.spec.draft.max_drafts
