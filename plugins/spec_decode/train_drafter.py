@@ -12,7 +12,8 @@ quarter at 0.5 and a quarter greedily, and is frozen. Then, for the same number 
 
 A block of gamma rows follows each anchor; its position k weighs ``exp(-(k-1)/gamma)``. The loss is
 ``0.1 CE + 0.9 ||p_d - p_t||_1``, and for the confidence ``BCE(c, 1 - ||p_d - p_t||_1 / 2)``. Stages start as the
-target's last layer. Written are checkpoints with released names that lack what the target's has, and ``evaluation.json``.
+target's last layer. Written are checkpoints with released names that lack what the target's has, and
+``evaluation.json``.
 """
 
 from __future__ import annotations
