@@ -32,8 +32,11 @@ demo: setup ## answer a question with a real model on this machine's processor
 test: setup ## the tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow"
 
-test-full: setup ## all tests
+test-full: setup ## all tests, and the conformance reports of the core's own backends
 	@$(BIN)/python -m pytest -q
+	@for b in reference cpu; do echo "== conformance $$b"; \
+		$(BIN)/deepinfer conformance $$b --tier full --report docs/conformance/$$b.json \
+			> docs/conformance/$$b.md || exit 1; done
 
 lint: setup ## formatter, linter, type checker
 	@$(BIN)/ruff format --check .

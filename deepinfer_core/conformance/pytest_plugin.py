@@ -46,14 +46,14 @@ class Session:
 
     def __init__(self, config: pytest.Config) -> None:
         from .gaps import check_names, read_gaps
-        from .kit import all_cases, select
-        from .target import open_target
+        from .kit import all_cases, open_for, select
 
         self.tier: Tier = option(config, "tier") or "boots"
-        self.target: Target = open_target(option(config, "backend"), option(config, "plugin_file") or ())
+        families = option(config, "family") or ()
+        self.target: Target = open_for(option(config, "backend"), families, option(config, "plugin_file") or ())
         self.gaps = read_gaps(option(config, "gaps")) if option(config, "gaps") else ()
         check_names(self.gaps, [case.id for case in all_cases(self.target.dtype)])
-        self.cases = {c.id: c for c in select(self.tier, option(config, "family") or (), self.target.dtype)}
+        self.cases = {c.id: c for c in select(self.tier, families, self.target.dtype)}
         self.results: list[Result] = []
         self.start = time.perf_counter()
 

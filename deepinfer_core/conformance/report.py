@@ -93,6 +93,7 @@ class Report:
         passed = [r for r in mine if r.outcome == "passed"]
         by = dict.fromkeys(r.message.partition(" ")[0] for r in passed if ":" in r.message.partition(" ")[0])
         dtypes = dict.fromkeys(r.case.split("/")[1] for r in passed if r.case.count("/") > 1)
+        dtypes.pop("any", None)
         proved = [cap for cap in _CAPS if any(r.case.endswith(f"/{cap}") for r in passed)]
         number = {outcome: sum(r.outcome == outcome for r in mine) for outcome in OUTCOMES}
         cells: list[Any] = [

@@ -12,11 +12,14 @@ import torch
 from deepinfer_core.api import (
     BuildContext,
     Device,
+    DeviceError,
     DeviceInfo,
     FallbackPolicy,
     LazyRef,
+    NoDevice,
     OpRequest,
     PlanError,
+    ProbeEnv,
     Provider,
     Stream,
     Supports,
@@ -204,6 +207,57 @@ def check_verdict(label: str, provider: Provider, request: OpRequest) -> None:
         raise Mismatch(f"{request.op} by {label}: refused without a reason; expected no(reason)")
     if verdict.score is not None and not lowest <= verdict.score <= MAX_SCORE:
         raise Mismatch(f"{request.op} by {label}: score {verdict.score}; expected {lowest} to {MAX_SCORE}")
+
+
+class AbsentDevice:
+    """Stands for a device that is not in this machine: enough for what is asked without hardware."""
+
+    num_threads = 1
+    overlaps = False
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+
+    def default_dtype(self, stored: str) -> str:
+        return stored
+
+    def __getattr__(self, name: str) -> Any:
+        raise DeviceError(f"{self.info.backend}: {self.info.evidence}, so {name} cannot be asked")
+
+
+def open_without_device(backend: str, plugins: Sequence[str] = ()) -> Target:
+    """A target for hygiene alone: the plugin of this name, or the one that says why it has no such device here.
+
+    Raises:
+        DeviceError: no plugin answers to the name.
+    """
+    registry = load_plugins(files=plugins)
+    silent = registry.collect("deepinfer_probe", env=ProbeEnv(environ=dict(os.environ)))
+    names = [plugin for plugin, answer in silent if answer.backend == backend] or [backend]
+    if names[0] not in registry.plugins:
+        raise DeviceError(f"backend {backend!r}: no plugin has such a device, and none has this name")
+    reasons = [answer.reason for plugin, answer in silent if isinstance(answer, NoDevice) and plugin == names[0]]
+    info = DeviceInfo(
+        backend=backend,
+        type=backend,
+        arch="",
+        count=0,
+        memory=0,
+        priority=0,
+        evidence=f"not in this machine{''.join(f' ({reason})' for reason in reasons)}",
+        provider=LazyRef(f"{__name__}:AbsentDevice"),
+    )
+    device: Any = AbsentDevice(info)
+    return Target(
+        backend=backend,
+        plugin=names[0],
+        device=device,
+        providers=(),
+        reference=(),
+        fallback="error",
+        registry=registry,
+        plugin_files=tuple(plugins),
+    )
 
 
 def open_target(backend: str, plugins: Sequence[str] = ()) -> Target:

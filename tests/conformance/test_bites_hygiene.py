@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_core.api import DeviceError
 from deepinfer_core.conformance import run
 
 GOOD = """
@@ -82,6 +83,18 @@ def test_bad_manners_fail_their_case(manner: str, plugin: tuple[str, Path]) -> N
     report = run(name, families=["hygiene"], plugins=[str(file)])
     failed = {result.case: result.message for result in report.results if result.outcome == "failed"}
     assert says in failed[f"hygiene/{case}"], failed
+
+
+def test_hygiene_needs_no_device(tmp_path: Path) -> None:
+    file = tmp_path / "far_away.py"
+    source = GOOD.format(name="far_away").replace("return [DeviceInfo(", "return [] or [] if env else [DeviceInfo(")
+    file.write_text(source)
+    report = run("far_away", families=["hygiene"], plugins=[str(file)])
+    assert report.passed, [result for result in report.results if result.outcome == "failed"]
+    assert "not in this machine" in report.device["device"]
+    with pytest.raises(DeviceError):
+        run("far_away", plugins=[str(file)])
+    sys.modules.pop("far_away", None)
 
 
 def test_good_manners_pass(tmp_path: Path) -> None:

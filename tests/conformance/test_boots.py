@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from deepinfer_core.conformance import Report, run
 
-BACKENDS = ("reference", "cpu")
+FAKE = Path(__file__).parents[1] / "fake_backend"
+BACKENDS = {"reference": (), "cpu": (), "fake": ("deepinfer_fake.plugin",)}
+"""Name -> plugins that are not installed."""
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(FAKE))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepinfer_fake"]:
+        del sys.modules[name]
 
 
 def failures(report: Report) -> dict[str, str]:
@@ -15,7 +29,7 @@ def failures(report: Report) -> dict[str, str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_boots(backend: str) -> None:
-    report = run(backend, tier="boots")
+    report = run(backend, tier="boots", plugins=BACKENDS[backend])
     assert failures(report) == {}
     assert report.passed
     assert report.counts()["refused"] == 0
@@ -25,7 +39,7 @@ def test_boots(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything(backend: str) -> None:
-    report = run(backend, tier="full")
+    report = run(backend, tier="full", plugins=BACKENDS[backend])
     assert failures(report) == {}
     assert report.counts()["passed"] > 400
 

@@ -171,6 +171,27 @@ def _in_cuts(cuts: Sequence[int], dtype: str, overlap: bool, target: Target) -> 
     return compress.op.label
 
 
+def _batch_invariant(dtype: str, target: Target) -> str:
+    """Bitwise the same entries from one step and from many, beside another request and without it."""
+    total = sum(UNEVEN)
+    whole = make_step(((total, total), (7, 7)), generator("invariant"))
+    at_once = Compress(target, whole, dtype, True, "", "invariant")
+    if "batch_invariant" not in at_once.op.provider.caps:
+        raise NotApplicable(f"{at_once.op.label} does not claim batch_invariant")
+    at_once.run(whole, torch.arange(whole.rows))
+    in_cuts, done = Compress(target, whole, dtype, True, "", "invariant"), 0
+    for count in UNEVEN:
+        done += count
+        step = attrs.evolve(whole.alone(0), queries=(count,), contexts=(done,))
+        in_cuts.run(step, torch.arange(done - count, done))
+    if at_once.entries.layout != PAGED:
+        raise NotApplicable(f"entries lie in layout {at_once.entries.layout!r}, whose form is the backend's own")
+    rows = entry_rows(whole.alone(0), RATE)
+    found, expected = (snapshot(target, c.entries.cache)["kv"].flatten(0, 1)[rows] for c in (in_cuts, at_once))
+    check_equal(f"{at_once.label}, entries of a request in steps of its own", found, expected, "as in one step")
+    return at_once.op.label
+
+
 def _rewritten(dtype: str, target: Target) -> str:
     """Rows of rejected drafts, written again with other values: nothing of them is left in the entries."""
     step = make_step(((30, 30),), generator("rewritten"))
@@ -211,6 +232,7 @@ def cases(dtype: str) -> Iterator[Case]:
             yield _case(f"{title}/{dtype}/{name}", partial(_in_cuts, cuts, dtype, overlap))
     yield _case(f"attention.compress[overlap]/{dtype}/rewritten", partial(_rewritten, dtype))
     yield _case(f"attention.compress[overlap]/{dtype}/broken_rows", partial(_broken, dtype))
+    yield _case(f"attention.compress[overlap]/{dtype}/batch_invariant", partial(_batch_invariant, dtype))
     yield _case(f"attention.compress[fp8]/{dtype}/prefill", partial(_one_step, ONE_STEP, dtype, True, "fp8:e4m3"))
 
 

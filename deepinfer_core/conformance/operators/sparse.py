@@ -82,17 +82,21 @@ class Sparse:
         if self.entries is not None:
             put_entries(self.target, self.entries, "kv", entry_rows(self.step, self.kind.rate), self.pooled)
 
-    def run(self, *, wide_rows: int = 0) -> torch.Tensor:
+    def run(self, request: int | None = None, *, wide_rows: int = 0) -> torch.Tensor:
+        """Attend for the whole step, or for one of its requests alone."""
         target, entries = self.target, self.entries
+        step = self.step if request is None else self.step.alone(request)
+        rows = slice(None) if request is None else self.step.rows_of(request)
+        query = self.query[rows]
         before = snapshot(target, self.window.cache)
 
         def work() -> tuple[torch.Tensor, dict[str, Any]]:
-            kept = {"query": guard(self.query, target.put, wide_rows=wide_rows), "sinks": guard(self.sinks, target.put)}
+            kept = {"query": guard(query, target.put, wide_rows=wide_rows), "sinks": guard(self.sinks, target.put)}
             if self.chosen is not None:
-                kept["chosen"] = guard(self.chosen, target.put)
-            layout = self.step.layout(target.put)
+                kept["chosen"] = guard(self.chosen[rows], target.put)
+            layout = step.layout(target.put)
             # Entries have no window: nothing of theirs slides out.
-            whole = attrs.evolve(self.step, drop=(0,) * len(self.step.drop)).layout(target.put)
+            whole = attrs.evolve(step, drop=(0,) * len(step.drop)).layout(target.put)
             plan = self.op.operator.plan(layout, whole) if entries is not None else self.op.operator.plan(layout)
             more = (kept["chosen"].tensor,) if self.chosen is not None else ()
             cache = None if entries is None else entries.cache
@@ -103,7 +107,7 @@ class Sparse:
 
         with poisoned_allocations():
             output, kept = target.work(work)
-        check_form(self.label, output, tuple(self.query.shape), self.query.dtype)
+        check_form(self.label, output, tuple(query.shape), query.dtype)
         check_guards(self.label, kept, frozenset(), target.get)
         check_fresh(self.label, {"output": output}, kept, frozenset())
         check_unchanged(self.label, before, snapshot(target, self.window.cache))
@@ -189,6 +193,33 @@ def _broken(kind: Kind, target: Target) -> str:
     return sparse.op.label
 
 
+def _batch_invariant(kind: Kind, target: Target) -> str:
+    """Bitwise the same for a request alone and among others."""
+    sparse = Sparse(target, kind, make_step(MIXED, generator("invariant"), window=WINDOW), f"{kind} invariant")
+    _claims(sparse.op, "batch_invariant")
+    sparse.fill()
+    whole = sparse.run()
+    for request in range(len(sparse.step.queries)):
+        rows = sparse.step.rows_of(request)
+        check_equal(f"{sparse.label}, request {request} alone", sparse.run(request), whole[rows], "as among the others")
+    return sparse.op.label
+
+
+def _deterministic(kind: Kind, target: Target) -> str:
+    sparse = Sparse(target, kind, make_step(LONG, generator("again"), window=WINDOW), f"{kind} again")
+    _claims(sparse.op, "deterministic")
+    sparse.fill()
+    first = sparse.run()
+    for _ in range(3):
+        check_equal(f"{sparse.label}, repeated", sparse.run(), first, "as the first time")
+    return sparse.op.label
+
+
+def _claims(chosen: Chosen, cap: str) -> None:
+    if cap not in chosen.provider.caps:
+        raise NotApplicable(f"{chosen.label} does not claim {cap}")
+
+
 def _top_k(requests: Sequence[tuple[int, int]], ties: bool, broken: bool, target: Target, dtype: str) -> str:
     """Entries by score descending, then id ascending; a NaN loses to all; stored ascending, -1 last."""
     draw = generator(f"top_k {requests} {ties} {broken}")
@@ -262,6 +293,8 @@ def cases(dtype: str) -> Iterator[Case]:
             yield case(f"{title}/{name}", partial(_attends, requests, kind, 0))
         yield case(f"{title}/broken_rows", partial(_broken, kind))
         yield case(f"{title}/strided_rows", partial(_attends, MIXED, kind, 128))
+        yield case(f"{title}/batch_invariant", partial(_batch_invariant, kind))
+        yield case(f"{title}/deterministic", partial(_deterministic, kind))
     block = Kind(dtype=dtype, causal=False)
     yield case(f"attention.sparse[block]/{dtype}/verify", partial(_attends, VERIFY, block, 0), required=False)
     for other in other_dtypes(dtype):
