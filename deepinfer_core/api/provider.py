@@ -152,6 +152,8 @@ class Provider:
         build: ``(request, BuildContext) -> operator``; a :class:`LazyRef` is imported only when chosen.
         supports: verdict on a request's geometry. Plain Python: no torch, no device.
         fallback: True for a definition-quality operator that serves anything (only the reference).
+        on_request: True for one that is chosen only where the user's ``ops`` names it in full, ``plugin:name``: it
+            trades something that nobody should lose unasked, or was not proved yet.
     """
 
     name: str
@@ -160,3 +162,4 @@ class Provider:
     caps: frozenset[str] = attrs.field(factory=frozenset, converter=_frozen_demands)
     supports: Callable[[Any], Supports] = _always
     fallback: bool = False
+    on_request: bool = False

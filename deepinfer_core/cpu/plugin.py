@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from deepinfer_core.api import (
     BatchedLinearRequest,
     DeviceInfo,
@@ -31,8 +33,6 @@ from deepinfer_core.api import (
 BACKEND = "cpu"
 """Its operators are offered to this backend only: another one's device may be of type cpu too."""
 SCORE = 100
-LAST_SCORE = 1
-"""Of a provider that is there to be asked for: another one of this plugin always takes the same requests."""
 CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = CAPS | {"device_state"}
 KV_CAPS = CAPS | {"kv_layout:paged"}
@@ -86,7 +86,7 @@ def _int8_weight_only(request: LinearRequest) -> Supports:
     verdict = _linear(request)
     if request.in_features % 32:
         return no(f"reads whole vectors: in_features must be a multiple of 32, not {request.in_features}")
-    return yes(LAST_SCORE, "rounds weights to 8 bits and products to bfloat16") if verdict else verdict
+    return yes(SCORE, "rounds weights to 8 bits and products to bfloat16") if verdict else verdict
 
 
 def _write_kv(request: WriteKVRequest) -> Supports:
@@ -136,7 +136,10 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         return []
     return [
         _provider("packed_linear", "gemm.linear", "linear:PackedLinear", CAPS, _linear),
-        _provider("int8_weight_only", "gemm.linear", "int8_weight_only:Int8WeightOnly", CAPS, _int8_weight_only),
+        attrs.evolve(
+            _provider("int8_weight_only", "gemm.linear", "int8_weight_only:Int8WeightOnly", CAPS, _int8_weight_only),
+            on_request=True,
+        ),
         _provider("batched", "gemm.batched", "grouped:BatchedLinear", CAPS, _linear),
         _provider("grouped", "gemm.grouped", "grouped:GroupedLinear", CAPS, _linear),
     ]

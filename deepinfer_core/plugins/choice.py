@@ -168,7 +168,11 @@ def _by_user(
             hint = f" (it provides {', '.join(elsewhere)})" if elsewhere else ""
             raise PlanError(f"{where}: {name!r} provides no {request.op}{hint}{suggest(name, known)}")
     for name in names:
-        named = [c for c in candidates if name in (c.label, c.plugin) and c.score is not None]
+        named = [
+            c
+            for c in candidates
+            if c.score is not None and (name == c.label or (name == c.plugin and not c.provider.on_request))
+        ]
         if named:
             return _top(slot, request, named, names[0])
     listed = [c for c in candidates if c.label in names or c.plugin in names]
@@ -186,7 +190,7 @@ def _by_score(
     if not candidates:
         ops = {provider.op for _, provider in providers.values()}
         raise PlanError(f"slot {slot!r}: no loaded plugin provides {request.op!r}{suggest(request.op, ops)}")
-    eligible = [c for c in candidates if c.score is not None]
+    eligible = [c for c in candidates if c.score is not None and not c.provider.on_request]
     own = [c for c in eligible if not c.provider.fallback]
     if own:
         return _top(slot, request, own, backend_plugin)
@@ -211,7 +215,14 @@ def _top(slot: str, request: OpRequest, eligible: list[_Candidate], first: str) 
 
 
 def _why(candidates: Iterable[_Candidate]) -> str:
-    reasons = (c.reason if c.score is None else f"eligible with score {c.score}" for c in candidates)
+    reasons = (
+        c.reason
+        if c.score is None
+        else "only when named in full"
+        if c.provider.on_request
+        else f"eligible with score {c.score}"
+        for c in candidates
+    )
     return "; ".join(f"{c.label}: {reason}" for c, reason in zip(candidates, reasons, strict=True))
 
 
@@ -233,6 +244,8 @@ def _choice(
         if c.score is not None:
             by = f"not preferred by ops.{json.dumps(key)}" if source == "user" else f"score {c.score} < {chosen.score}"
             reason = by if not c.provider.fallback or source == "user" else "reference: only a fallback"
+            if c.provider.on_request:
+                reason = f"only on request: ops.{json.dumps(request.op)} = {json.dumps([c.label])}"
         losers.append(Loser(provider=c.label, reason=reason, score=c.score))
     return Choice(
         slot=slot,

@@ -58,7 +58,7 @@ class EmulatedDevice:
         return torch.device("cpu")
 
     def default_dtype(self, stored: str) -> str:
-        return "bfloat16"
+        return stored if stored == "float32" else "bfloat16"
 
     def stream(self, *, overlap: bool) -> Stream:
         return _InOrder()

@@ -39,7 +39,7 @@ class _MetaReference:
 
 
 def build(request: api.OpRequest) -> Any:
-    (provider,) = [p for p in providers() if p.op == request.op]
+    (provider,) = [p for p in providers() if p.op == request.op and not p.name.startswith("triton_")]
     verdict = provider.supports(request)
     assert verdict, verdict.reason
     context = api.BuildContext(

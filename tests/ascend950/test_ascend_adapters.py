@@ -71,7 +71,7 @@ def context() -> BuildContext:
 
 def adapter(request: OpRequest) -> Any:
     """The backend's own operator for a request it must take."""
-    (provider,) = [p for p in providers() if p.op == request.op]
+    (provider,) = [p for p in providers() if p.op == request.op and not p.name.startswith("triton_")]
     verdict = provider.supports(request)
     assert verdict, verdict.reason
     return provider.build.load()(request, context())

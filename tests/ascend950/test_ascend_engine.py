@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from toys.engine_suite import run_engine_tests
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from v4.support import random_model, random_tokens
 
@@ -136,3 +137,13 @@ def test_without_a_device_the_backend_says_what_is_missing(checkpoint: Path) -> 
         pytest.skip("this machine has an NPU")
     with pytest.raises(DeviceError, match=r"accelerator='ascend950': no device file /dev/davinci0; check: ls /dev/"):
         LLM(checkpoint, accelerator="ascend950")
+
+
+@pytest.mark.slow
+def test_the_engines_tests_pass_on_its_plan(tmp_path: Path) -> None:
+    """The emulated backend as an installed one: metadata alone, its module is in the tests' folder."""
+    metadata = tmp_path / "ascend_emulated-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ascend-emulated\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[deepinfer.plugins.v1]\nascend_emulated = ascend950.emulated_backend\n")
+    assert run_engine_tests("ascend950", tmp_path) > 300

@@ -8,8 +8,9 @@ import pytest
 import torch
 from cpu_support import normal, operator, verdicts
 
-from deepinfer_core.api import ConfigError, LinearRequest
+from deepinfer_core.api import ConfigError, LinearRequest, ProbeEnv
 from deepinfer_core.cpu import int8_weight_only as module
+from deepinfer_core.cpu import plugin
 
 BFLOAT16 = 2.0**-8  # largest relative error of a rounding to bfloat16, and a little
 
@@ -111,9 +112,10 @@ def test_it_takes_a_quarter_of_the_memory() -> None:
 
 
 def test_it_is_never_chosen_unasked() -> None:
-    found = verdicts(request(32, 20))
-    assert found["packed_linear"].score > found["int8_weight_only"].score
-    assert "8 bits" in found["int8_weight_only"].reason
+    (device,) = plugin.deepinfer_probe(ProbeEnv(environ={}))
+    (found,) = [p for p in plugin.deepinfer_gemm(device) if p.name == "int8_weight_only"]
+    assert found.on_request
+    assert "8 bits" in found.supports(request(32, 20)).reason
 
 
 def test_widths_that_the_kernel_would_read_past_are_refused() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +11,18 @@ import numpy as np
 import pytest
 import structlog
 from toys.checkpoints import toy_settings, write_toy
+from toys.engine_suite import run_engine_tests
 from toys.oracle import HashOracle, count_tokens
 from toys.tiny_llama import write_tiny
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.engine import runner as engine_runner
 
-ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-ENGINE_TESTS = (
-    *(f"engine/test_engine_{part}.py" for part in ("faults", "preemption", "prefix_cache", "results", "streaming")),
-    "engine/test_memory_pressure.py",
-    "cases/test_a03_stop_in_a_step.py",
-    "cases/test_a19_penalties_ahead.py",
-    "models/test_dense_parity.py::test_one_shot",
-    "models/test_dense_parity.py::test_beside_strangers[qwen3-ahead]",
-    "models/test_dense_parity.py::test_preempted_and_resumed[qwen3-sliding-ahead-cold]",
-)
-"""Run a second time, on this device. The others pass too, but for those that pin what a synchronous step does."""
-
-ONE_STEP_AT_A_TIME = ("engine/test_engine_prefix_cache.py::test_window_groups_share_where_a_request_ended",)
-"""Counts the blocks that a synchronous loop has freed; one step ahead it is another number."""
 
 
 def test_the_engines_tests_pass_on_it(site: Path) -> None:
-    environ = {**os.environ, "TEST_ACCELERATOR": "fake", "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
-    tests = [f"tests/{test}" for test in ENGINE_TESTS]
-    left_out = [f"--deselect=tests/{test}" for test in ONE_STEP_AT_A_TIME]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests, *left_out],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    passed = int(done.stdout.rsplit(" passed", 1)[0].split()[-1])
-    assert passed > 300, done.stdout[-400:]
+    assert run_engine_tests("fake", site) > 300
 
 
 def open_on(backend: str, directory: Path, **settings: Any) -> LLM:

@@ -15,6 +15,7 @@ HEADER = (
     "| operator | on the NPU by | its document names the 950 | checked | where it is refused |\n|---|---|---|---|---|"
 )
 CHECKED = "schema, Meta, emulation"
+KERNEL = "Triton interpreter, compiled to Ascend 950 IR"
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +50,18 @@ NATIVE = {
     "pointwise.rms_norm:rms_norm": Native(operator="npu_rms_norm", named=False, refused="float64"),
     "pointwise.rope:rope": Native(operator="npu_rotary_mul", named=False, refused="yarn scaling, 896 channels"),
     "pointwise.swiglu:swiglu": Native(operator="npu_swiglu, npu_clipped_swiglu", named=False, refused="float64"),
+    "attention.index_topk:triton_index": Native(
+        operator="own Triton kernel (scores), torch sort; only when asked for",
+        named=None,
+        checked=KERNEL,
+        refused="heads, head_dim or entries a block that are no power of two from 16; no triton-ascend",
+    ),
+    "pointwise.hyper_connection:triton_mix": Native(
+        operator="own Triton kernels (mix), npu_mhc_post (merge); only when asked for",
+        named=None,
+        checked=KERNEL,
+        refused="float32 streams, hidden no multiple of 64; no triton-ascend",
+    ),
     "pointwise.hyper_connection:mhc_post": Native(
         operator="npu_mhc_post (merge; mix by the reference)", named=True, refused="float32 streams"
     ),
@@ -59,7 +72,6 @@ REFERENCE = {
     "attention.sparse": (
         "npu_sparse_flash_attention reads one paged pool; window rows and entries lie in two, each with its own choice"
     ),
-    "attention.index_topk": "npu_lightning_indexer takes 16-bit weights and does not say which entry wins a tie",
     "attention.compress": "torch_npu has no such operator",
     "moe.route": (
         "npu_moe_gating_top_k scores by softmax or sigmoid alone, and does not say whether it normalises, nor which "

@@ -25,10 +25,20 @@ def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo | NoDevice]:
 
 
 def _provider(
-    name: str, op: str, target: str, supports: Callable[[Any], Supports], caps: frozenset[str] = CAPS
+    name: str,
+    op: str,
+    target: str,
+    supports: Callable[[Any], Supports],
+    caps: frozenset[str] = CAPS,
+    on_request: bool = False,
 ) -> Provider:
     return Provider(
-        name=name, op=op, build=LazyRef(f"deepinfer_ascend950.operators.{target}"), caps=caps, supports=supports
+        name=name,
+        op=op,
+        build=LazyRef(f"deepinfer_ascend950.operators.{target}"),
+        caps=caps,
+        supports=supports,
+        on_request=on_request,
     )
 
 
@@ -42,6 +52,9 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
         device,
         [
             _provider("write_kv", "attention.write_kv", "write_kv:WriteKV", support.write_kv, KV_CAPS),
+            _provider(
+                "triton_index", "attention.index_topk", "index_topk:IndexTopK", support.index_topk, KV_CAPS, True
+            ),
             _provider("fused_infer", "attention.paged", "paged_attention:PagedAttention", support.paged, KV_CAPS),
         ],
     )
@@ -78,5 +91,6 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
                 "hyper_connection:HyperConnection",
                 support.hyper_connection,
             ),
+            _provider("triton_mix", "pointwise.hyper_connection", "hyper_mix:HyperMix", support.hyper_mix, CAPS, True),
         ],
     )

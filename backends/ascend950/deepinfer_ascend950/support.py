@@ -7,12 +7,14 @@ without any adapter, and why, are in :mod:`.capabilities`.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from deepinfer_core.api import (
     BatchedLinearRequest,
     GroupedLinearRequest,
     HyperConnectionRequest,
+    IndexTopKRequest,
     LinearRequest,
     MoeExchangeRequest,
     PagedAttentionRequest,
@@ -32,6 +34,7 @@ HEAD_DIM = 128
 GROUP_MOST = 64
 HEADS_BELOW, ROTARY_BELOW = 1000, 896
 EXPERTS_MOST = 10240
+LANES, TILE = 64, 16
 
 
 def _dtype(request: Any, allowed: tuple[str, ...], *fields: str) -> Supports:
@@ -109,3 +112,39 @@ def exchange(request: MoeExchangeRequest) -> Supports:
 
 def hyper_connection(request: HyperConnectionRequest) -> Supports:
     return _dtype(request, HALF, "dtype")
+
+
+def hyper_mix(request: HyperConnectionRequest) -> Supports:
+    """The own kernel, for powers of two of streams and hidden sizes with a power of two of 64 lanes or more."""
+    if missing := _no_triton():
+        return missing
+    if request.streams & (request.streams - 1):
+        return no(f"streams is {request.streams}; the kernel takes powers of two")
+    if request.hidden % LANES:
+        return no(f"hidden is {request.hidden}; the kernel takes multiples of {LANES}")
+    verdict = hyper_connection(request)
+    return yes(SCORE, "not run on hardware") if verdict else verdict
+
+
+def index_topk(request: IndexTopKRequest) -> Supports:
+    """The own kernel: tiles of the cube cores, powers of two from 16 up."""
+    if missing := _no_triton():
+        return missing
+    for name, size in (
+        ("heads", request.heads),
+        ("head_dim", request.head_dim),
+        ("block_size / rate", request.block_size // request.rate),
+    ):
+        if size < TILE or size & (size - 1):
+            return no(f"{name} is {size}; the kernel takes powers of two from {TILE}")
+    if request.cache_dtype != request.dtype:
+        return no(f"cache_dtype is {request.cache_dtype}, dtype {request.dtype}; the kernel wants one for both")
+    verdict = _dtype(request, FLOATS, "dtype")
+    return yes(SCORE, "not run on hardware") if verdict else verdict
+
+
+def _no_triton() -> Supports | None:
+    """A refusal where Triton is not installed. On an NPU it must be the one that knows Ascend."""
+    if find_spec("triton") is None:
+        return no("triton is not installed: pip install triton-ascend")
+    return None

@@ -5,6 +5,7 @@ in float16 or bfloat16, h_res ``[T, n, n]`` and h_post ``[T, n]`` float32; the 9
 
 ``npu_mhc_pre`` would do the mix, but its document gives no formula for ``h_post`` and says that ``h_res`` comes before
 the Sinkhorn iteration without saying in which scale: the reference mixes until somebody compares them on a device.
+:mod:`.hyper_mix` does it by own kernels.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ class HyperConnection:
 
     def merge(self, streams: torch.Tensor, output: torch.Tensor, mixed: Any) -> torch.Tensor:
         """``h'_k = post_k * output + sum_j C_jk h_j``, ``[T, M, hidden]``."""
-        if not len(streams):
-            return torch.empty_like(streams)
-        post, kept = mixed
-        merged: torch.Tensor = torch.ops.npu.npu_mhc_post(
-            streams.contiguous(), kept.to(torch.float32), output.contiguous(), post.to(torch.float32)
-        )
-        return merged
+        return merge(streams, output, mixed)
+
+
+def merge(streams: torch.Tensor, output: torch.Tensor, mixed: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """``mixed``: ``post [T, M]`` and ``C [T, M, M]``."""
+    if not len(streams):
+        return torch.empty_like(streams)
+    post, kept = mixed
+    merged: torch.Tensor = torch.ops.npu.npu_mhc_post(
+        streams.contiguous(), kept.to(torch.float32), output.contiguous(), post.to(torch.float32)
+    )
+    return merged

@@ -1,0 +1,83 @@
+"""Run with TRITON_INTERPRET=1: the own kernels against the reference in float64. Prints one JSON line per case."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import attrs
+import torch
+from deepinfer_ascend950.operators.hyper_mix import HyperMix
+from deepinfer_ascend950.operators.index_topk import IndexTopK
+
+from ascend950.emulation import install
+from ascend950.test_ascend_adapters import context, step
+from deepinfer_core.api import HyperConnectionRequest, IndexTopKRequest
+from deepinfer_core.reference.hyper_connection import HyperConnection
+from deepinfer_core.reference.index_topk import IndexTopK as Reference
+
+
+def mix(tokens: int, streams: int, hidden: int, iterations: int, dtype: str) -> float:
+    """Largest error relative to the largest value, of the mix and of both gates."""
+    request = HyperConnectionRequest(
+        streams=streams, hidden=hidden, iterations=iterations, eps=1e-6, norm_eps=1e-6, dtype=dtype
+    )
+    ours = HyperMix(request, context())
+    oracle = HyperConnection(attrs.evolve(request, dtype="float64"), context())
+    rows = (2 + streams) * streams
+    weights = torch.randn(rows, streams * hidden) * 0.2, torch.randn(rows), torch.rand(3)
+    x = torch.randn(tokens, streams, hidden).to(getattr(torch, dtype))
+    found, (post, comb) = ours.mix(x, ours.prepare(*weights))
+    expected, (exact_post, exact_comb) = oracle.mix(x.double(), oracle.prepare(*weights))
+    errors = [
+        (float((a.double() - b).abs().max() / b.abs().max()) if a.numel() else 0.0)
+        for a, b in ((found, expected), (post, exact_post), (comb, exact_comb))
+    ]
+    return max(errors)
+
+
+def choose(lengths: list[tuple[int, int]], top_k: int, rate: int, ties: bool) -> bool:
+    """Whether the same entries are chosen. Keys and queries of small integers make scores exact, and ties real."""
+    request = IndexTopKRequest(
+        cache_group="index",
+        heads=16,
+        head_dim=16,
+        top_k=top_k,
+        rate=rate,
+        dtype="float32",
+        cache_dtype="float32",
+        scale=0.5,
+        block_size=128,
+    )
+    layout = step(lengths)
+    tokens = len(layout.positions)
+    high = 2 if ties else 60
+    cache = {"key": torch.randint(-high, high, (int(layout.block_table.max()) + 1, 128 // rate, 16)).float()}
+    query = torch.randint(-high, high, (tokens, 16, 16)).float()
+    weights = torch.randint(-2, 3, (tokens, 16)).float()
+    ours, oracle = IndexTopK(request, context()), Reference(request, context())
+    found = ours.run(query, weights, cache, ours.plan(layout))
+    wide = {"key": cache["key"].double()}
+    return torch.equal(found, oracle.run(query.double(), weights, wide, oracle.plan(layout)))
+
+
+def main() -> None:
+    install()
+    torch.manual_seed(int(sys.argv[1]))
+    for tokens, streams, hidden, iterations, dtype in (
+        (0, 4, 64, 3, "float32"),
+        (1, 4, 64, 1, "float32"),
+        (3, 4, 192, 20, "float32"),
+        (2, 2, 64, 4, "float32"),
+    ):
+        line: dict[str, Any] = {"case": f"mix-{tokens}-{streams}-{hidden}-{iterations}"}
+        print(json.dumps({**line, "error": mix(tokens, streams, hidden, iterations, dtype)}), flush=True)
+    for lengths, top_k, rate in (([(1, 3)], 4, 4), ([(1, 300), (3, 130)], 8, 4), ([(2, 9), (1, 128)], 64, 8)):
+        for ties in (False, True):
+            name = f"choose-{lengths}-{top_k}-{rate}-{ties}"
+            print(json.dumps({"case": name, "same": choose(lengths, top_k, rate, ties)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
