@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import take_turn
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -146,12 +148,14 @@ def attention_kernel(
     FIXED: tl.constexpr,
     IDENTITY: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (tiles, kv_heads, splits). TOKENS rows a tile at most, TOKENS * group <= BLOCK_M.
 
     The result is written, or under SPLIT ``partial [tiles, kv_heads, TOKENS * group,
     most_chunks, HEAD_DIM]`` float32 and its logarithms of sums, base 2.
     """
+    take_turn(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -228,8 +232,10 @@ def combine_kernel(
     FIXED: tl.constexpr,
     IDENTITY: tl.constexpr,
     TOGETHER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (tiles, kv_heads * TOKENS * group): the chunks of one row and head, in order, TOGETHER at a time."""
+    take_turn(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (TOKENS * GROUP)

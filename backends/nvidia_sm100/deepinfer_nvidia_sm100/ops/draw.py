@@ -15,7 +15,9 @@ import triton.language as tl
 
 from deepinfer_core.api import GREEDY_TEMPERATURE, PURPOSE_DRAW, BuildContext, SamplingBatch, SamplingRequest
 
-PART = 4096
+from .dependent import dependent, take_turn
+
+PART = 1024
 """Tokens of one part of a row."""
 SLACK = 0.25
 ROUNDING = 2.0**-20
@@ -76,8 +78,10 @@ def scan_kernel(
     GREEDY: tl.constexpr,
     PURPOSE: tl.constexpr,
     PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (N, parts): the best score of a part, exact for greedy rows; +inf if it holds a NaN or +inf."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0)
     first = tl.program_id(1) * PART
     token = first + tl.arange(0, PART)
@@ -113,8 +117,10 @@ def pick_kernel(
     PURPOSE: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (N,): exact scores of the parts that can hold the winner; lowest id on ties, -1 for a broken row."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0)
     number = tl.arange(0, PARTS)
     tops = tl.load(best + row * parts + number, mask=number < parts, other=float("-inf"))
@@ -161,7 +167,7 @@ class Draw:
         parts = triton.cdiv(vocab_size, PART)
         best = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         of_row = (batch.slots, batch.positions, state.temperature, state.seed_lo, state.seed_hi, state.child)
-        fixed = {"GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "PART": PART}
+        fixed = {"GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "PART": PART, **dependent(logits)}
         scan_kernel[(rows, parts)](logits, best, *of_row, vocab_size, logits.stride(0), **fixed, num_warps=4)
         pick_kernel[(rows,)](
             logits,
@@ -175,6 +181,6 @@ class Draw:
             ROUNDING,
             **fixed,
             PARTS=triton.next_power_of_2(parts),
-            num_warps=8,
+            num_warps=4,
         )
         return out

@@ -11,11 +11,14 @@ import triton.language as tl
 
 from deepinfer_core.api import BuildContext, EmbeddingRequest
 
+from .dependent import dependent, take_turn
+
 BLOCK = 1024
 
 
 @triton.jit
-def embedding_kernel(token_ids, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def embedding_kernel(token_ids, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -39,5 +42,6 @@ class Embedding:
         rows, width = token_ids.shape[0], weight.shape[1]
         out = torch.empty((rows, width), dtype=weight.dtype, device=weight.device)
         if rows:
-            embedding_kernel[(rows, triton.cdiv(width, BLOCK))](token_ids, weight, out, WIDTH=width, BLOCK=BLOCK)
+            grid = (rows, triton.cdiv(width, BLOCK))
+            embedding_kernel[grid](token_ids, weight, out, WIDTH=width, BLOCK=BLOCK, **dependent(out))
         return out

@@ -9,6 +9,7 @@ Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operat
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import attrs
@@ -16,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import dependent, take_turn
 
-@triton.jit(do_not_specialize=["M"])
+
+@triton.jit(do_not_specialize=["M", "splits"])
 def few_rows_kernel(
     x,
     weight,
@@ -29,31 +32,34 @@ def few_rows_kernel(
     N,
     K,
     x_stride,
+    splits,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Grid (ceil(N / BLOCK_N), SPLITS, ceil(M / BLOCK_M)). ``weight [N, K]``, ``x [M, K]``, ``out [M, N]``.
+    """Grid (ceil(N / BLOCK_N), splits, ceil(M / BLOCK_M)). ``weight [N, K]``, ``x [M, K]``, ``out [M, N]``.
 
-    ``partial [SPLITS, M, N]`` float32; ``arrived`` int32, a zero for each tile of ``out``, zero again afterwards.
+    ``partial [splits, M, N]`` float32; ``arrived`` int32, a zero for each tile of ``out``, zero again afterwards.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
-    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), splits)
     low = split * steps * BLOCK_K
     high = tl.minimum(low + steps * BLOCK_K, K)
     weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
     inputs = x + row[None, :] * x_stride + inner[:, None]
     column_mask = column < N
     row_mask = row < M
+    take_turn(DEPENDENT)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(low, high, BLOCK_K):
         if EVEN_K:
@@ -69,14 +75,14 @@ def few_rows_kernel(
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
     place = row[None, :].to(tl.int64) * N + column[:, None]
     mask = column_mask[:, None] & row_mask[None, :]
-    if SPLITS > 1:
+    if SPLIT:
         size = M.to(tl.int64) * N
         tl.store(partial + split * size + place, acc, mask=mask)
         counter = arrived + tl.program_id(2) * tl.num_programs(0) + tile
         tl.debug_barrier()  # every thread's part is written before one thread says so
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in range(SPLITS):
+            for part in range(splits):
                 acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
             if BIAS:
                 acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
@@ -112,14 +118,18 @@ def launch(
     out: torch.Tensor,
     tile: Tile,
     arrived: torch.Tensor,
+    *,
+    compile_only: bool = False,
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``; ``arrived`` holds a zero for each tile of out."""
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = out
     if tile.splits > 1:
         partial = torch.empty((tile.splits, rows, columns), dtype=torch.float32, device=x.device)
+    options = dependent(x)
     grid: Any = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
-    few_rows_kernel[grid](
+    run = functools.partial(few_rows_kernel.warmup, grid=grid) if compile_only else few_rows_kernel[grid]
+    run(
         x,
         weight,
         out if bias is None else bias,
@@ -130,14 +140,16 @@ def launch(
         columns,
         inner,
         x.stride(0),
+        tile.splits,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
-        SPLITS=tile.splits,
+        SPLIT=tile.splits > 1,
         EVEN_N=columns % tile.block_n == 0,
-        EVEN_K=inner % (tile.block_k * tile.splits) == 0,
+        EVEN_K=inner % tile.block_k == 0,
         BIAS=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **options,
     )

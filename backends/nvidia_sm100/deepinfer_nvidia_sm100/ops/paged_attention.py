@@ -16,13 +16,14 @@ import torch
 from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, StepLayout
 
 from .attention_kernel import attention_kernel, combine_kernel
+from .dependent import dependent
 
 FIXED_CHUNK = 512
 """Tokens of a chunk under ``batch_invariant``."""
 LEAST_CHUNK = 128
 """Tokens below which another split costs more than it saves."""
-PROGRAMS_EACH = 8
-"""Programs for each multiprocessor that splitting aims at: about four waves of two, so that uneven lengths even out."""
+PROGRAMS_EACH = 6
+"""Programs for each multiprocessor that splitting aims at."""
 
 
 @attrs.frozen(kw_only=True)
@@ -66,13 +67,17 @@ class Paged:
         wide = request.head_dim > 128 or request.dtype == "float32"
         tokens = 32 if wide else 64
         least = max(16, 1 << (self._group - 1).bit_length())
-        self._few = Shape(
-            rows=max(64, least) if self._fixed else least, tokens=tokens, warps=4, stages=2 if wide else 3
+        few = max(64, least) if self._fixed else least
+        # One warp a program: many small programs keep more loads in flight than few large ones.
+        self._few = (
+            Shape(rows=few, tokens=tokens, warps=8, stages=2 if wide else 3)
+            if few > 32
+            else Shape(rows=few, tokens=32, warps=2 if wide else 1, stages=2 if wide else 4)
         )
         self._many = (
-            Shape(rows=max(64, least), tokens=32, warps=4, stages=2)
+            Shape(rows=max(32 if request.dtype == "float32" else 64, least), tokens=32, warps=8, stages=2)
             if wide
-            else Shape(rows=max(128, least), tokens=64, warps=8, stages=3)
+            else Shape(rows=max(128, least), tokens=128, warps=8, stages=3)
         )
 
     def plan(self, layout: StepLayout) -> Plan:
@@ -104,7 +109,7 @@ class Paged:
 
     def _launch(self, shape: Shape, tiles: torch.Tensor | None, count: int, longest: int) -> Launch:
         """How often the context is split: enough programs to fill the device, none with too little to do."""
-        wanted = -(-self._programs // (count * self._request.kv_heads))
+        wanted = round(self._programs / (count * self._request.kv_heads))
         window = self._request.window
         span = longest if window is None else min(longest, window + shape.rows + FIXED_CHUNK)
         most = max(1, -(-span // (FIXED_CHUNK if self._fixed else LEAST_CHUNK)))
@@ -147,6 +152,7 @@ class Paged:
             "SINKS": sinks is not None,
             "FIXED": self._fixed,
             "IDENTITY": launch.tiles is None,
+            **dependent(query),
         }
         some = out if sinks is None else sinks
         tiles = layout.positions if launch.tiles is None else launch.tiles

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from deepinfer_core.api import BuildContext, RmsNormRequest
 
+from .dependent import dependent, take_turn
 from .shapes import heads_view, power_of_two
 
 TILE = 4096
@@ -32,8 +33,10 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program. Row r of x lies at ``(r // inner) * stride_a + (r % inner) * stride_b``."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -102,4 +105,5 @@ class RmsNorm:
             ROWS=self._rows,
             ADD=add,
             num_warps=self._warps,
+            **dependent(x),
         )

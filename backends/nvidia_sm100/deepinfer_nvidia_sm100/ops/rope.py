@@ -14,6 +14,7 @@ import triton.language as tl
 from deepinfer_core.api import BuildContext, RopeRequest
 from deepinfer_core.api import Rope as RopeOperator
 
+from .dependent import dependent, take_turn
 from .shapes import heads_view, power_of_two
 
 AT_ONCE = 1 << 16
@@ -35,8 +36,10 @@ def rope_kernel(
     REST_BLOCK: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     INVERSE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One token and HEADS_BLOCK heads a program. ``table [P, ROTARY]``: cosines, then sines."""
+    take_turn(DEPENDENT)
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     column = tl.arange(0, HALF_BLOCK)
@@ -116,5 +119,6 @@ class Rope:
             HEADS_BLOCK=block,
             INVERSE=inverse,
             num_warps=2,
+            **dependent(x),
         )
         return out

@@ -11,11 +11,14 @@ import triton.language as tl
 
 from deepinfer_core.api import AppendTokensRequest, BuildContext, InputIdsRequest, SlotMappingRequest
 
+from .dependent import dependent, take_turn
+
 BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["count"])
-def input_ids_kernel(history, slots, positions, out, count, stride, BLOCK: tl.constexpr):
+def input_ids_kernel(history, slots, positions, out, count, stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    take_turn(DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < count
     slot = tl.load(slots + row, mask=mask, other=0)
@@ -24,7 +27,10 @@ def input_ids_kernel(history, slots, positions, out, count, stride, BLOCK: tl.co
 
 
 @triton.jit(do_not_specialize=["count"])
-def slot_mapping_kernel(table, owners, positions, out, count, stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def slot_mapping_kernel(
+    table, owners, positions, out, count, stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    take_turn(DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < count
     owner = tl.load(owners + row, mask=mask, other=0)
@@ -34,7 +40,8 @@ def slot_mapping_kernel(table, owners, positions, out, count, stride, BLOCK_SIZE
 
 
 @triton.jit(do_not_specialize=["count"])
-def append_kernel(history, slots, positions, tokens, count, stride, BLOCK: tl.constexpr):
+def append_kernel(history, slots, positions, tokens, count, stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    take_turn(DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < count
     slot = tl.load(slots + row, mask=mask, other=0)
@@ -55,7 +62,9 @@ class InputIds:
         out = torch.empty(count, dtype=torch.int64, device=positions.device)
         if count:
             grid = (triton.cdiv(count, BLOCK),)
-            input_ids_kernel[grid](history, row_slots, positions, out, count, history.stride(0), BLOCK=BLOCK)
+            input_ids_kernel[grid](
+                history, row_slots, positions, out, count, history.stride(0), BLOCK=BLOCK, **dependent(positions)
+            )
         return out
 
 
@@ -79,6 +88,7 @@ class SlotMapping:
                 block_table.stride(0),
                 BLOCK_SIZE=self._block_size,
                 BLOCK=BLOCK,
+                **dependent(positions),
             )
         return out
 
@@ -94,4 +104,6 @@ class AppendTokens:
         count = positions.shape[0]
         if count:
             grid = (triton.cdiv(count, BLOCK),)
-            append_kernel[grid](history, slots, positions, token_ids, count, history.stride(0), BLOCK=BLOCK)
+            append_kernel[grid](
+                history, slots, positions, token_ids, count, history.stride(0), BLOCK=BLOCK, **dependent(positions)
+            )

@@ -11,11 +11,22 @@ import triton.language as tl
 
 from deepinfer_core.api import BuildContext, SwigluRequest
 
+from .dependent import dependent, take_turn
+
 BLOCK = 1024
 
 
 @triton.jit
-def swiglu_kernel(gate_up, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
+def swiglu_kernel(
+    gate_up,
+    out,
+    limit,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIMITED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -48,5 +59,6 @@ class Swiglu:
                 BLOCK=BLOCK,
                 LIMITED=self._limit is not None,
                 num_warps=4,
+                **dependent(out),
             )
         return out

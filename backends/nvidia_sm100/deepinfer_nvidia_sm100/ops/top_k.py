@@ -6,7 +6,7 @@ import torch
 
 from deepinfer_core.api import BuildContext, SamplingBatch, SamplingRequest
 
-from .cutoff import BLOCK, cutoff_kernel
+from .cutoff import cut
 
 
 class TopK:
@@ -17,16 +17,4 @@ class TopK:
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """``[N, V]`` float32, changed in place."""
-        rows, vocab_size = logits.shape
-        if rows:
-            cutoff_kernel[(rows,)](
-                logits,
-                batch.slots,
-                batch.state.top_k,
-                vocab_size,
-                logits.stride(0),
-                MASS=False,
-                BLOCK=BLOCK,
-                num_warps=8,
-            )
-        return logits
+        return cut(logits, batch, batch.state.top_k, mass=False)

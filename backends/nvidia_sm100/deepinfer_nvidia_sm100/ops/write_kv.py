@@ -11,6 +11,7 @@ import triton.language as tl
 
 from deepinfer_core.api import BuildContext, LayerCache, StepLayout, WriteKVRequest
 
+from .dependent import dependent, take_turn
 from .shapes import power_of_two
 
 
@@ -28,8 +29,10 @@ def write_kernel(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One token a program: all its heads, WIDTH = kv_heads * HEAD_DIM elements of key and of value."""
+    take_turn(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, BLOCK)
     mask = element < WIDTH
@@ -69,4 +72,5 @@ class WriteKV:
             WIDTH=self._width,
             BLOCK=self._block,
             num_warps=max(1, min(8, self._block // 256)),
+            **dependent(key),
         )

@@ -1,0 +1,65 @@
+"""Times work on the GPU: many launches in one graph, over inputs that rotate so that the cache holds none of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+CACHE_BYTES = 256 << 20
+"""More than the second-level cache of any device that is served: rotating inputs take at least this much together."""
+
+
+def rotations(bytes_each: int, most: int = 64) -> int:
+    """How many sets of inputs of this size keep each other out of the cache."""
+    return max(1, min(most, -(-CACHE_BYTES // max(1, bytes_each))))
+
+
+def microseconds(calls: Sequence[Callable[[], object]], *, rounds: int = 5, target: float = 2000.0) -> float:
+    """Median time of one call. ``calls`` do the same work on different inputs; a round lasts about ``target`` us."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    once = _elapsed(graph, 1) / len(calls)
+    repeats = max(1, min(200, round(target / max(once * len(calls), 1e-3))))
+    return statistics.median(_elapsed(graph, repeats) / (repeats * len(calls)) for _ in range(rounds))
+
+
+def _elapsed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000.0
+
+
+def copy_bandwidth(size: int = 4 << 30) -> float:
+    """Bytes a second of a device-to-device copy, read and written. Not in a graph, where a slower engine copies."""
+    source = torch.empty(size // 4, device="cuda").normal_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / 1000)
+    return 2 * size / statistics.median(times[2:])
+
+
+def matrix_rate(size: int = 8192) -> float:
+    """Operations a second of a square bf16 product by cuBLAS, on random numbers."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / microseconds([lambda: torch.mm(a, b)], target=20000.0) * 1e6

@@ -1,0 +1,232 @@
+"""Compiles what the operators launch for a GPU that is not there, and says what each kernel takes of it.
+
+``python cross_compile.py CAPABILITY CASE`` runs the operators of one case over host tensors with a driver that only
+names the target, compiles each launch, and writes one JSON line for each kernel: registers, bytes of stack (spills),
+shared and tensor memory, and the matrix instructions in its PTX. Nothing is launched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "core")]
+
+import numpy as np
+import torch
+import triton
+from deepinfer_nvidia_sm100 import tables
+from deepinfer_nvidia_sm100.ops import dependent
+from reference_support import batch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from deepinfer_core.api import (
+    AppendTokensRequest,
+    EmbeddingRequest,
+    InputIdsRequest,
+    LinearRequest,
+    OpRequest,
+    PagedAttentionRequest,
+    RmsNormRequest,
+    RopeRequest,
+    SamplingRequest,
+    SlotMappingRequest,
+    StepLayout,
+    SwigluRequest,
+    WriteKVRequest,
+)
+
+HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 32, 8, 128, 2560, 9728, 151936
+MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
+
+
+class NamedTarget:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_only(capability: int) -> list[Any]:
+    """From now on launches compile; the kernels they need are collected."""
+    triton.runtime.driver.set_active(NamedTarget(capability))
+    compiled: list[Any] = []
+    launch = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        compiled.append((self.__name__, kernel.result() if hasattr(kernel, "result") else kernel))
+        return kernel
+
+    JITFunction.run = run
+    tables.architecture = lambda device: f"sm_{capability}"
+    dependent.dependent = lambda tensor: {"DEPENDENT": True, "launch_pdl": True}
+    return compiled
+
+
+def operator(request: OpRequest, name: str | None = None) -> Any:
+    import gpu_support
+
+    return gpu_support.operator(request, name)
+
+
+def layout(counts: list[int], context: int) -> StepLayout:
+    rows = sum(counts)
+    return StepLayout(
+        block_size=16,
+        cu_seqlens=torch.zeros(len(counts) + 1, dtype=torch.int32),
+        seq_lens=torch.zeros(len(counts), dtype=torch.int32),
+        positions=torch.zeros(rows, dtype=torch.int64),
+        block_table=torch.zeros((len(counts), 256), dtype=torch.int32),
+        slot_mapping=torch.zeros(rows, dtype=torch.int64),
+        host_query_lens=np.array(counts, np.int32),
+        host_seq_lens=np.full(len(counts), context, np.int32),
+        max_query_len=max(counts),
+        max_seq_len=context,
+    )
+
+
+def attention(counts: list[int], context: int, **changes: Any) -> None:
+    fields: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16", "cache_dtype": "bfloat16"}
+    shape = fields | {"block_size": 16, "cache_group": "full"}
+    request = PagedAttentionRequest(q_heads=HEADS, scale=DIM**-0.5, **(shape | changes))
+    op, where = operator(request), layout(counts, context)
+    dtype = getattr(torch, request.dtype)
+    cache = {n: torch.empty((4, 16, request.kv_heads, request.head_dim), dtype=dtype) for n in ("key", "value")}
+    query = torch.empty((sum(counts), HEADS, request.head_dim), dtype=dtype)
+    op.run(query, cache, op.plan(where))
+
+
+def linear(rows: int, out: int, inner: int, name: str = "linear", out_dtype: str = "bfloat16") -> None:
+    request = LinearRequest(
+        in_features=inner, out_features=out, dtype="bfloat16", out_dtype=out_dtype, weight_dtype="bfloat16"
+    )
+    op = operator(request, name)
+    op.run(
+        torch.empty((rows, inner), dtype=torch.bfloat16), op.prepare([torch.empty((out, inner), dtype=torch.bfloat16)])
+    )
+
+
+def pointwise() -> None:
+    x = torch.empty((7, HIDDEN), dtype=torch.bfloat16)
+    norm = operator(RmsNormRequest(hidden=HIDDEN, eps=1e-6, dtype="bfloat16"))
+    norm.run(x, x[0])
+    norm.add(x, x.clone(), x[0])
+    qkv = torch.empty((7, HEADS + 2 * KV_HEADS, DIM), dtype=torch.bfloat16)
+    operator(RmsNormRequest(hidden=DIM, eps=1e-6, dtype="bfloat16")).run(qkv[:, :HEADS], qkv[0, 0])
+    rope = operator(RopeRequest(head_dim=DIM, rotary_dim=DIM, theta=1e6, dtype="bfloat16", max_positions=64))
+    for heads in (HEADS, KV_HEADS):
+        rope.run(torch.empty((7, heads, DIM), dtype=torch.bfloat16), torch.zeros(7, dtype=torch.int64))
+    operator(SwigluRequest(width=INNER, dtype="bfloat16")).run(torch.empty((7, 2 * INNER), dtype=torch.bfloat16))
+    embedding = operator(EmbeddingRequest(vocab_size=100, hidden=HIDDEN, dtype="bfloat16", weight_dtype="bfloat16"))
+    embedding.run(torch.zeros(7, dtype=torch.int64), torch.empty((100, HIDDEN), dtype=torch.bfloat16))
+    write = operator(
+        WriteKVRequest(
+            cache_group="full",
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype="bfloat16",
+            cache_dtype="bfloat16",
+            block_size=16,
+        )
+    )
+    cache = {n: torch.empty((4, 16, KV_HEADS, DIM), dtype=torch.bfloat16) for n in ("key", "value")}
+    write.run(qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:], cache, layout([7], 7))
+
+
+def sampling() -> None:
+    rows = [{"prompt": [1], "output": [2], "frequency": 0.5, "allowed": [3], "bias": {1: 2.0}, "bad_words": [[1, 2]]}]
+    step = batch(rows, VOCAB)
+    for stage in ("mask", "bias", "penalties", "temperature", "min_p", "top_k", "top_p", "draw"):
+        operator(SamplingRequest(stage=stage, vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
+    chosen = operator(SamplingRequest(stage="logprobs", vocab_size=VOCAB))
+    chosen.run(torch.zeros((1, VOCAB)), torch.zeros(1, dtype=torch.int64), 0)
+    slots, history = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
+    operator(InputIdsRequest()).run(history, slots, slots)
+    operator(SlotMappingRequest(block_size=16)).run(history, slots, slots)
+    operator(AppendTokensRequest()).run(history, slots, slots, slots)
+
+
+INVARIANT = frozenset({"batch_invariant"})
+CASES: dict[str, Callable[[], None]] = {
+    "pointwise": pointwise,
+    "sampling": sampling,
+    "decode": lambda: attention([1] * 7, 4000),
+    "decode many": lambda: attention([1] * 300, 4000),
+    "decode float32": lambda: attention([1] * 7, 4000, dtype="float32", cache_dtype="float32"),
+    "decode window": lambda: attention([1] * 7, 4000, window=1024),
+    "prompt": lambda: attention([1, 2000], 2000),
+    "prompt float32": lambda: attention([2000], 2000, dtype="float32", cache_dtype="float32"),
+    "prompt head_dim 256": lambda: attention([2000], 2000, head_dim=256),
+    "prompt head_dim 64": lambda: attention([2000], 2000, head_dim=64),
+    "fixed chunks": lambda: attention([1, 2000], 2000, demands=INVARIANT),
+    "linear 1 row": lambda: linear(1, HIDDEN, INNER),
+    "linear 24 rows": lambda: linear(24, 6144, HIDDEN),
+    "linear 64 rows": lambda: linear(64, 6144, HIDDEN),
+    "linear logits": lambda: linear(1, VOCAB, HIDDEN, out_dtype="float32"),
+    "linear fixed tile": lambda: linear(300, HIDDEN, INNER, "fixed_tile_linear"),
+}
+
+
+def described(name: str, kernel: Any) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    return {
+        "kernel": name,
+        "shared": kernel.metadata.shared,
+        "tensor_memory": getattr(kernel.metadata, "tmem_size", 0) or 0,
+        "warps": kernel.metadata.num_warps,
+        "matrix": sorted({match.group(1) for match in MATRIX.finditer(ptx)}),
+        **resources(kernel.asm["cubin"]),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack: where values went that found no register."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK):(\d+)", done.stdout + done.stderr))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
+
+
+def compiled_for(capability: int, case: str) -> Iterator[dict[str, Any]]:
+    collected = compile_only(capability)
+    CASES[case]()
+    seen = set()
+    for name, kernel in collected:
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            yield described(name, kernel)
+
+
+def main() -> None:
+    capability, case = int(sys.argv[1]), sys.argv[2]
+    for line in compiled_for(capability, case):
+        print(json.dumps({"capability": capability, "case": case} | line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

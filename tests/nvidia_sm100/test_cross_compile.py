@@ -1,0 +1,69 @@
+"""Every kernel compiles for both generations without a GPU, within their limits, and uses the units it is meant to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("cross_compile.py")
+SHARED_BYTES = 232_448  # of one program, on both
+TENSOR_MEMORY = 512  # columns, on 10.x
+MATRIX_UNIT = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
+ON_MATRIX_UNIT = {"prompt", "prompt head_dim 64", "linear 1 row", "linear 24 rows", "linear 64 rows", "linear logits"}
+QUICK = {"pointwise", "sampling", "decode", "prompt", "linear 1 row", "fixed chunks"}
+ALL = [
+    *QUICK,
+    "decode many",
+    "decode float32",
+    "decode window",
+    "prompt float32",
+    "prompt head_dim 256",
+    "prompt head_dim 64",
+    "linear 24 rows",
+    "linear 64 rows",
+    "linear logits",
+    "linear fixed tile",
+]
+
+
+def cases() -> list[Any]:
+    slow = pytest.mark.slow
+    return [
+        pytest.param(capability, case, marks=[] if case in QUICK else [slow])
+        for capability in (90, 100)
+        for case in sorted(ALL)
+    ]
+
+
+@pytest.mark.parametrize(("capability", "case"), cases())
+def test_a_kernel_compiles_within_the_chips_limits(capability: int, case: str, tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(capability), case],
+        env={**environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert kernels
+    for kernel in kernels:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["shared"] <= SHARED_BYTES, kernel
+        assert kernel["tensor_memory"] <= TENSOR_MEMORY, kernel
+    if case in ON_MATRIX_UNIT:
+        assert any(MATRIX_UNIT[capability] in kernel["matrix"] for kernel in kernels), kernels
+
+
+def test_every_case_is_listed() -> None:
+    source = SCRIPT.read_text()
+    table = source[source.index("CASES:") : source.index("def described")]
+    assert {line.split('"')[1] for line in table.splitlines() if line.startswith('    "')} == set(ALL)
