@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     "--family", "families", metavar="NAME", multiple=True, help="Only this family or operator; may be repeated."
 )
 @click.option("--gaps", metavar="FILE", help="Known gaps (conformance_gaps.toml): cases that may fail, with reasons.")
+@click.option(
+    "--provider",
+    "providers",
+    metavar="PLUGIN:NAME",
+    multiple=True,
+    help="Ask this provider wherever it takes a request, whatever its score; may be repeated.",
+)
+@click.option("--policy", metavar="MODULE:CLASS", help="Also a scheduling policy's invariants; needs no BACKEND.")
 @click.option("--report", metavar="FILE", help="Write all results as JSON.")
 @click.option(
     "--plugin", "plugins", metavar="FILE", multiple=True, help="A plugin that is not installed; may be repeated."
@@ -41,6 +50,8 @@ def conformance(
     gaps: str | None,
     report: str | None,
     plugins: Sequence[str],
+    providers: Sequence[str],
+    policy: str | None,
     list_only: bool,
     verbose: bool,
 ) -> int:
@@ -52,8 +63,10 @@ def conformance(
     """
     from deepinfer_core.conformance import read_gaps, run
 
-    if backend is None:
-        raise click.UsageError("name a BACKEND")
+    if backend is None and policy is None and not list_only:
+        raise click.UsageError("name a BACKEND, or a policy with --policy MODULE:CLASS")
+    if policy is not None:
+        sys.path.insert(0, os.getcwd())  # where an author's module is, as for python -m
     known = read_gaps(gaps) if gaps else ()
     if list_only:
         return _list(tier, families)
@@ -65,8 +78,13 @@ def conformance(
         families=families,
         gaps=known,
         plugins=plugins,
+        providers=providers,
+        policy=policy,
         progress=_Progress(verbose),
     )
+    for result in found.results:
+        if result.family == "policy" and result.outcome == "failed":
+            click.echo(f"FAILED {result.case}: {result.message}", err=True)
     if report is not None:
         Path(report).write_text(found.to_json(), encoding="utf-8")
     click.echo(found.table())

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from deepinfer_core import __version__
 from deepinfer_core.api import API_VERSION, ConfigError, DeviceError
 
 from .case import Case, Mismatch, NotApplicable, Refused, Tier, asked
 from .gaps import Gap, check_names
+from .policies import policy_results
 from .report import Outcome, Report, Result
 
 if TYPE_CHECKING:
@@ -40,40 +43,63 @@ Progress = Callable[[Result, int, int], None]
 
 
 def run(
-    backend: str,
+    backend: str | None,
     *,
     tier: Tier = "boots",
     families: Sequence[str] = (),
     gaps: Sequence[Gap] = (),
     plugins: Sequence[str] = (),
+    providers: Sequence[str] = (),
+    policy: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Run the kit against an installed backend.
+    """Run the kit against an installed backend, a scheduling policy, or both.
 
     Args:
-        backend: as after ``--accelerator``; ``"reference"``: the reference operators on the host.
+        backend: as after ``--accelerator``; ``"reference"``: the reference operators on the host; None: no backend.
         families: families or operators (``"attention"``, ``"gemm.linear"``); none: all.
         gaps: known gaps; see :mod:`deepinfer_core.conformance.gaps`.
         plugins: plugins that are not installed: a dotted module or a ``.py`` file each.
+        providers: ``plugin:provider`` to ask wherever they take a request, whatever their scores: those that are chosen
+            on request only, too.
+        policy: ``"module:Class"`` or an installed policy's name, whose invariants are checked too.
         progress: called after each case with its result, how many are done, and how many there are.
 
     Raises:
-        ConfigError: an unknown family, or a gap that names no case.
+        ConfigError: an unknown family or policy, or a gap that names no case.
         PluginError: the backend is broken. DeviceError: it has no device here, and more than hygiene was asked.
     """
-    target = open_for(backend, families, plugins)
+    if backend is None and policy is None:
+        raise ConfigError("nothing to ask: name a backend or a policy")
+    about_policy = policy_results(policy) if policy is not None else ()
+    if backend is None:
+        return policy_report(str(policy), tier, about_policy)
+    target = open_for(backend, families, plugins, providers)
     try:
-        return run_on(target, tier=tier, families=families, gaps=gaps, progress=progress)
+        report = run_on(target, tier=tier, families=families, gaps=gaps, progress=progress)
     finally:
         target.close()
+    return attrs.evolve(report, results=report.results + about_policy)
 
 
-def open_for(backend: str, families: Sequence[str], plugins: Sequence[str]) -> Target:
+def policy_report(policy: str, tier: str, results: Sequence[Result]) -> Report:
+    """A report about a policy alone: no device took part."""
+    return Report(
+        backend=policy,
+        tier=tier,
+        device={},
+        versions=core_versions(),
+        results=tuple(results),
+        seconds=sum(result.seconds for result in results),
+    )
+
+
+def open_for(backend: str, families: Sequence[str], plugins: Sequence[str], providers: Sequence[str] = ()) -> Target:
     """The backend's target. Hygiene alone needs no device, and is asked on machines that have none."""
     from .target import open_target, open_without_device
 
     try:
-        return open_target(backend, plugins)
+        return open_target(backend, plugins, providers)
     except DeviceError:
         if list(families) != ["hygiene"]:
             raise
@@ -158,7 +184,11 @@ def ask(case: Case, target: Target, gaps: Sequence[Gap] = ()) -> Result:
     elif gap is not None and outcome == "passed":
         outcome, message = "failed", f"passes now, but the gaps file says {gap.reason!r}: remove its entry"
     return Result(
-        case=case.id, family=case.family, outcome=outcome, message=message, seconds=time.perf_counter() - start
+        case=case.id,
+        family=case.family,
+        outcome=outcome,
+        message=message,
+        seconds=round(time.perf_counter() - start, 4),
     )
 
 
@@ -195,10 +225,12 @@ def versions(target: Target) -> dict[str, str]:
 
     record: Any = target.registry.plugins.get(target.plugin) if target.registry is not None else None
     own = {} if record is None else {record.record.distribution: record.record.version}
+    return {**own, **core_versions(), "torch": torch.__version__}
+
+
+def core_versions() -> dict[str, str]:
     return {
-        **own,
         "deepinfer-core": __version__,
         "interface": ".".join(map(str, API_VERSION)),
-        "torch": torch.__version__,
         "python": platform.python_version(),
     }

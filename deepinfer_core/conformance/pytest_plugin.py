@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .case import Tier
+    from .case import Case, Tier
+    from .gaps import Gap
     from .report import Result
     from .target import Target
 
@@ -20,14 +21,21 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--backend", {"metavar": "NAME", "help": "backend to ask, as after --accelerator"}),
     ("--tier", {"choices": ("boots", "serves", "full"), "default": "boots", "help": "how much is asked"}),
     ("--family", {"action": "append", "default": [], "help": "only this family or operator; may be repeated"}),
+    ("--policy", {"metavar": "MODULE:CLASS", "help": "a scheduling policy to check"}),
     ("--gaps", {"metavar": "FILE", "help": "known gaps, as strict expected failures"}),
     ("--report", {"metavar": "FILE", "help": "write all results as JSON"}),
     ("--plugin-file", {"action": "append", "default": [], "help": "a backend that is not installed; may be repeated"}),
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the kit's options. One that another plugin has already is left to it."""
+_PACKAGE = "deepinfer_core.conformance"
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the kit's options, in a run that names the kit and in no other: their names are short."""
+    config: Any = pluginmanager.get_plugin("pytestconfig")
+    if config is None or not any(_PACKAGE in str(word).replace("/", ".") for word in config.invocation_params.args):
+        return
     group = parser.getgroup("deepinfer conformance")
     for name, settings in _OPTIONS:
         try:
@@ -45,30 +53,52 @@ class Session:
     """One run: the target, opened once, and the results so far."""
 
     def __init__(self, config: pytest.Config) -> None:
+        from .policies import policy_results
+
+        self.tier: Tier = option(config, "tier") or "boots"
+        self.policy: str | None = option(config, "policy")
+        self.target: Target | None = None
+        self.cases: dict[str, Case] = {}
+        self.gaps: tuple[Gap, ...] = ()
+        self.results: list[Result] = []
+        self.start = time.perf_counter()
+        self.about_policy = {r.case: r for r in policy_results(self.policy)} if self.policy else {}
+        if option(config, "backend"):
+            self._open(config)
+
+    def _open(self, config: pytest.Config) -> None:
         from .gaps import check_names, read_gaps
         from .kit import all_cases, open_for, select
 
-        self.tier: Tier = option(config, "tier") or "boots"
         families = option(config, "family") or ()
-        self.target: Target = open_for(option(config, "backend"), families, option(config, "plugin_file") or ())
+        self.target = open_for(option(config, "backend"), families, option(config, "plugin_file") or ())
         self.gaps = read_gaps(option(config, "gaps")) if option(config, "gaps") else ()
         check_names(self.gaps, [case.id for case in all_cases(self.target.dtype)])
         self.cases = {c.id: c for c in select(self.tier, families, self.target.dtype)}
-        self.results: list[Result] = []
-        self.start = time.perf_counter()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.cases, *self.about_policy]
 
     def ask(self, name: str) -> Result:
         from .kit import ask
 
-        self.results.append(ask(self.cases[name], self.target, self.gaps))
+        if name in self.about_policy:
+            self.results.append(self.about_policy[name])
+        else:
+            assert self.target is not None
+            self.results.append(ask(self.cases[name], self.target, self.gaps))
         return self.results[-1]
 
     def finish(self, report: str | None) -> str:
         """Close the target, write the report, and give the table."""
-        from .kit import make_report
+        from .kit import make_report, policy_report
 
-        self.target.close()
-        found = make_report(self.target, self.tier, self.results, time.perf_counter() - self.start)
+        if self.target is None:
+            found = policy_report(str(self.policy), self.tier, self.results)
+        else:
+            self.target.close()
+            found = make_report(self.target, self.tier, self.results, time.perf_counter() - self.start)
         if report:
             Path(report).write_text(found.to_json(), encoding="utf-8")
         return found.table()
@@ -78,8 +108,8 @@ _KEY: pytest.StashKey[Session] = pytest.StashKey()
 
 
 def session_of(config: pytest.Config) -> Session | None:
-    """The run of this pytest process; None when no backend was named."""
-    if not option(config, "backend"):
+    """The run of this pytest process; None when neither a backend nor a policy was named."""
+    if not (option(config, "backend") or option(config, "policy")):
         return None
     if _KEY not in config.stash:
         from deepinfer_core.api import DeepInferError
@@ -87,7 +117,7 @@ def session_of(config: pytest.Config) -> Session | None:
         try:
             config.stash[_KEY] = Session(config)
         except DeepInferError as error:
-            raise pytest.UsageError(str(error)) from error
+            pytest.exit(f"deepinfer_core.conformance: {error}", returncode=2)
     return config.stash[_KEY]
 
 
@@ -98,8 +128,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = session_of(metafunc.config)
     if session is None:
         raise pytest.UsageError("deepinfer_core.conformance: name a backend with --backend")
-    names = list(session.cases)
-    metafunc.parametrize("conformance_case", names, ids=names)
+    metafunc.parametrize("conformance_case", session.names, ids=session.names)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -26,6 +26,7 @@ from deepinfer_core.api import (
 )
 from deepinfer_core.plugins import Registry, choose, choose_device, load_plugins
 from deepinfer_core.plugins.choice import MAX_SCORE
+from deepinfer_core.plugins.nearest import suggest
 
 from .case import Mismatch, Refused
 
@@ -67,6 +68,7 @@ class Target:
         backend: name as users write it. plugin: who declared the device.
         providers: ``(plugin, provider)`` offered for the device.
         fallback: may reference operators stand in?
+        wanted: ``plugin:provider`` that is asked wherever it takes a request, whatever its score.
         dtype: name of the dtype the backend computes 16-bit checkpoints in: the one that every tier asks for.
         reference: reference providers on the host, the definition.
         settings: plugin -> its settings, all at their defaults.
@@ -83,6 +85,7 @@ class Target:
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     registry: Registry | None = None
     plugin_files: Sequence[str] = ()
+    wanted: Sequence[str] = ()
     facts: dict[str, Any] = attrs.field(factory=dict)
     on_close: list[Callable[[], None]] = attrs.field(factory=list)
     dtype: str = ""
@@ -107,7 +110,7 @@ class Target:
             (choice,) = choose(
                 {"slot": request},
                 self.providers,
-                user={},
+                user=self._wanted(request),
                 fallback="allow" if self.fallback == "warn" else self.fallback,
                 backend_plugin=self.plugin,
             )
@@ -118,6 +121,15 @@ class Target:
         )
         operator = _built(provider)(request, self._context(plugin, self.device.torch_device, self._any_reference))
         return Chosen(label=choice.provider, provider=provider, operator=operator, own=not provider.fallback)
+
+    def _wanted(self, request: OpRequest) -> dict[str, tuple[str, ...]]:
+        """The ``ops`` setting that asks for a provider of :attr:`wanted` where it takes the request."""
+        for plugin, provider in self.providers:
+            label = f"{plugin}:{provider.name}"
+            eligible = label in self.wanted and provider.op == request.op and request.demands <= provider.caps
+            if eligible and provider.supports(request):
+                return {request.op: (label,)}
+        return {}
 
     def oracle(self, request: OpRequest) -> Any:
         """The reference operator for a request, on the host."""
@@ -260,21 +272,27 @@ def open_without_device(backend: str, plugins: Sequence[str] = ()) -> Target:
     )
 
 
-def open_target(backend: str, plugins: Sequence[str] = ()) -> Target:
+def open_target(backend: str, plugins: Sequence[str] = (), wanted: Sequence[str] = ()) -> Target:
     """Find a backend among the installed plugins and open its device.
 
     Args:
         backend: as after ``--accelerator``; ``"reference"``: the reference operators alone, on the host.
         plugins: plugins that are not installed, as in ``plugins.paths``.
+        wanted: providers to ask wherever they take a request, whatever their scores.
 
     Raises:
         PluginError, DeviceError: the backend is broken, or has no device here.
+        PlanError: a wanted provider is not there.
     """
     registry = load_plugins(files=plugins)
-    wanted = HOST if backend == REFERENCE else backend
-    chosen = choose_device(registry, wanted, dict(os.environ))
+    name = HOST if backend == REFERENCE else backend
+    chosen = choose_device(registry, name, dict(os.environ))
     device: Device = chosen.device.provider.load()(chosen.device)
     providers = collect(registry, chosen.device)
+    labels = {f"{plugin}:{provider.name}" for plugin, provider in providers}
+    for label in wanted:
+        if label not in labels:
+            raise PlanError(f"--provider {label!r}: there is no such provider{suggest(label, labels)}")
     reference = [item for item in collect(registry, attrs.evolve(chosen.device, type="cpu")) if item[0] == REFERENCE]
     settings = {name: p.info.settings() for name, p in registry.plugins.items() if p.info.settings is not None}
     return Target(
@@ -287,6 +305,7 @@ def open_target(backend: str, plugins: Sequence[str] = ()) -> Target:
         settings=settings,
         registry=registry,
         plugin_files=tuple(plugins),
+        wanted=tuple(wanted),
     )
 
 

@@ -37,3 +37,24 @@ def test_the_reference_passes_the_same_case(case: str) -> None:
     finally:
         target.close()
     assert result.outcome == "passed" or "does not claim" in result.message, result
+
+
+ONLY_IN_FLOAT32 = {
+    "products_of_11_bits",  # what bfloat16 has anyway
+    "statistics_in_16_bits",  # another mistake there: the dtype of the result
+    "last_group_dropped",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - ONLY_IN_FLOAT32))
+def test_the_mistake_fails_its_case_in_16_bits_too(name: str) -> None:
+    """Wider tolerances let no mistake through: they follow the dtype and what is summed, not the largest value."""
+    mutant = MUTANTS[name]
+    cases = {case.id: case for case in all_cases("bfloat16")}
+    case = cases.get(mutant.case.replace("/float32/", "/bfloat16/")) or cases[mutant.case]
+    with broken_target(mutant) as target:
+        target.dtype = "bfloat16"
+        result = ask(case, target)
+    assert result.outcome == "failed", result
+    assert mutant.says in result.message

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_core.api import PlanError
 from deepinfer_core.conformance import Report, run
 
 FAKE = Path(__file__).parents[1] / "fake_backend"
@@ -49,3 +50,44 @@ def test_own_operators_are_what_is_asked() -> None:
     report = run("cpu", tier="boots", families=["gemm.linear", "attention.paged"])
     by = {result.message.partition(" ")[0] for result in report.results if result.outcome == "passed"}
     assert by == {"cpu:packed_linear", "cpu:paged_in_place"}
+
+
+def test_a_provider_that_is_not_chosen_can_be_asked() -> None:
+    """The 8-bit product is there on request: it rounds weights, and the kit says by how much that is too far."""
+    report = run("cpu", families=["gemm.linear"], providers=["cpu:int8_weight_only"])
+    failed = failures(report)
+    assert "cpu:int8_weight_only" in failed["gemm.linear/float32/odd_rows"]
+    with pytest.raises(PlanError, match="int8_weight_only"):
+        run("cpu", families=["gemm.linear"], providers=["cpu:int8_weight_onyl"])
+
+
+HALF = """
+from deepinfer_core.api import DeviceInfo, LazyRef, PluginInfo, hookimpl
+
+def open_device(info):
+    from deepinfer_core.cpu.device import CpuDevice
+    device = CpuDevice(info)
+    device.default_dtype = lambda stored: "{dtype}"
+    return device
+
+@hookimpl
+def deepinfer_plugin():
+    return PluginInfo(name="half_{dtype}")
+
+@hookimpl
+def deepinfer_probe(env):
+    return [DeviceInfo(backend="half_{dtype}", type="cpu", arch="", count=1, memory=1 << 30, priority=-5,
+                       evidence="here", provider=LazyRef("half_{dtype}:open_device"), fallback="allow")]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_right_operators_pass_in_every_dtype(dtype: str, tmp_path: Path) -> None:
+    """A backend that computes in 16 bits, by the reference operators: no bound is too tight for it."""
+    file = tmp_path / f"half_{dtype}.py"
+    file.write_text(HALF.format(dtype=dtype))
+    report = run(f"half_{dtype}", tier="full", plugins=[str(file)])
+    assert set(failures(report)) == {"hygiene/imports_interface_only"}
+    assert any(result.case == f"model[deepseek_v4]/{dtype}/greedy" for result in report.results)
+    del sys.modules[f"half_{dtype}"]

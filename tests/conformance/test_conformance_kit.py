@@ -108,3 +108,52 @@ def test_the_package_imports_no_torch() -> None:
     code = "import sys, deepinfer_core.conformance.pytest_plugin as p; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_other_runs_of_pytest_do_not_get_the_options(tmp_path: Path) -> None:
+    """Their names are short, and another plugin may have them."""
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--backend')\n")
+    (tmp_path / "test_it.py").write_text("def test_it(request):\n    assert request.config.option.backend == 'x'\n")
+    found = subprocess.run(
+        f"{sys.executable} -m pytest -q -p no:cacheprovider --backend x {tmp_path}".split(),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+POLICY = """
+from deepinfer_core.api import Admit, TokenSplit
+
+class {name}:
+    def admit(self, request, view):
+        return Admit(True)
+    def order(self, view, k):
+        return {order}
+    def split(self, view):
+        return TokenSplit(decode=view.max_batch_tokens, prefill=view.max_batch_tokens)
+    def victims(self, view, need_blocks):
+        return range(len(view.running.ids) - 1, -1, -1)
+    def on_event(self, event):
+        return None
+"""
+
+
+def test_a_policy_needs_no_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepinfer_core.conformance.policy")
+    (tmp_path / "orderly.py").write_text(POLICY.format(name="Orderly", order="range(min(k, len(view.waiting.ids)))"))
+    (tmp_path / "greedy.py").write_text(POLICY.format(name="Greedy", order="[0] * k"))
+    monkeypatch.chdir(tmp_path)
+    report = tmp_path / "out.json"
+    assert main(["conformance", "--policy", "orderly:Orderly", "--report", str(report)]) == 0
+    assert {result.case for result in Report.from_json(report.read_text()).results} >= {
+        "policy/order",
+        "policy/starves",
+    }
+    assert "`policy`" in capsys.readouterr().out
+    assert main(["conformance", "--policy", "greedy:Greedy"]) == 1
+    assert "FAILED policy/order" in capsys.readouterr().err
+    assert main(["conformance", "--policy", "nowhere:Nothing"]) == 2

@@ -34,6 +34,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    causal: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -74,6 +75,7 @@ class Paged:
             window=s.window,
             softcap=s.softcap,
             sinks=s.sinks,
+            causal=s.causal,
         )
         self.write: Chosen = target.choose(self.write_request)
         self.paged: Chosen = target.choose(self.request)

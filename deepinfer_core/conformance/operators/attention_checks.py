@@ -249,6 +249,7 @@ _VARIANTS: tuple[tuple[str, Tier, dict[str, Any]], ...] = (
     ("softcap", "full", {"softcap": 2.0}),
     ("sinks", "full", {"sinks": True}),
     ("sinks,window", "full", {"sinks": True, "window": 24}),
+    ("block", "full", {"causal": False}),
 )
 
 
@@ -262,7 +263,7 @@ def cases(dtype: str) -> Iterator[Case]:
     for variant, tier, changes in _VARIANTS:
         shape = Shape(dtype=dtype, **changes)
         for name, step in _STEPS:
-            required = variant not in ("softcap", "sinks", "sinks,window", "window=1")
+            required = variant not in ("softcap", "sinks", "sinks,window", "window=1", "block")
             yield _case("attention.paged", name, tier, partial(_attends, step), shape, variant, required)
     for other in other_dtypes(dtype):
         shape = Shape(dtype=other)
