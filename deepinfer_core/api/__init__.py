@@ -8,6 +8,7 @@ from .attention import (
     WriteKVRequest,
 )
 from .commands import (
+    CommandHost,
     CommandInfo,
 )
 from .device import (
@@ -204,6 +205,7 @@ __all__ = [
     "CapturesGraphs",
     "CheckpointError",
     "Choice",
+    "CommandHost",
     "CommandInfo",
     "Compress",
     "CompressRequest",

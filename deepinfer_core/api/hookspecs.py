@@ -234,6 +234,9 @@ def deepinfer_commands() -> Sequence[CommandInfo]:  # type: ignore[empty-body]
         command = LazyRef("deepinfer_acme.top:main")
         return [CommandInfo(name="acme-top", help="Show what the devices do", command=command)]
     ```
+
+    A command that runs a model asks the program for it: under `@click.pass_obj` it gets a `CommandHost`, with
+    `open_llm(model, settings, wrap_op)`, `sampling_params(**fields)` and `print_table(title, columns, rows)`.
     """
 
 

@@ -61,6 +61,7 @@ class Choice:
         provider: ``plugin:provider``. score, reason: its verdict.
         source: who decided: the user's list, the provider's score, or the reference as fallback.
         losers: every other candidate.
+        proofs: demanded cap -> the test that proves it for this provider (``Provider.proofs``).
     """
 
     slot: str
@@ -71,6 +72,7 @@ class Choice:
     reason: str
     source: Literal["user", "score", "reference"]
     losers: tuple[Loser, ...] = ()
+    proofs: Mapping[str, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)

@@ -125,7 +125,8 @@ class BuildContext:
         max_model_len: longest context, tokens.
         num_threads: host threads the operator may use.
         settings: the plugin's own typed settings (instance of ``PluginInfo.settings``), or None.
-        reference: returns the reference operator for a request, to delegate to.
+        reference: returns the reference operator for a request, to delegate to. What the request demands beyond a cache
+            layout remains the caller's to keep.
     """
 
     device: torch.device
@@ -154,6 +155,8 @@ class Provider:
         fallback: True for a definition-quality operator that serves anything (only the reference).
         on_request: True for one that is chosen only where the user's ``ops`` names it in full, ``plugin:name``: it
             trades something that nobody should lose unasked, or was not proved yet.
+        proofs: cap -> the test that proves it, as pytest names it, shown by ``explain`` beside a choice that needed
+            the cap. A claim nobody tested has none.
     """
 
     name: str
@@ -163,3 +166,4 @@ class Provider:
     supports: Callable[[Any], Supports] = _always
     fallback: bool = False
     on_request: bool = False
+    proofs: Mapping[str, str] = attrs.field(factory=dict)

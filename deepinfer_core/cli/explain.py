@@ -81,7 +81,9 @@ def _print(decided: dict[str, Any], *, why: bool) -> None:
     print_table("plugins", ("name", "distribution", "version"), plugins)
     rows = decided.get("rows", [])
     if rows:
-        columns = ("slot", "op", "provider", "source", "score", "reason")
+        columns = ["slot", "op", "provider", "source", "score", "reason"]
+        if any(row["proof"] for row in rows):
+            columns.append("proof")
         print_table("operators", columns, [[row[column] for column in columns] for row in rows])
     # All sampling stages are one operator; that a provider serves another stage is no reason worth reading.
     losers = [

@@ -8,6 +8,8 @@ import click
 
 from deepinfer_core import __version__
 
+from .command_host import ProgramHost
+
 BUILT_IN = {
     "generate": ("Write text with a model.", "deepinfer_core.cli.generate:generate"),
     "plugins": ("List installed plugins, and why one is not used.", "deepinfer_core.cli.plugins:plugins"),
@@ -76,5 +78,6 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.pass_context
 def program(ctx: click.Context, /) -> None:
     """LLM inference whose every part is a plugin. Start with: deepinfer generate --model demo --prompt "Hello" """
+    ctx.obj = ProgramHost()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

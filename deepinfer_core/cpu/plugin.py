@@ -37,6 +37,9 @@ CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = CAPS | {"device_state"}
 KV_CAPS = CAPS | {"kv_layout:paged"}
 PAGED_CAPS = KV_CAPS | {"block_attention"}
+# Operators that move data, or go by rows one after the other, give a row the same bits in any company.
+INVARIANT = "batch_invariant"
+ROW_PROOF = "tests/batch_invariance/test_core_providers.py::test_a_row_has_the_same_bits_in_any_company"
 
 
 @hookimpl
@@ -64,6 +67,11 @@ def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
 
 def _provider(name: str, op: str, target: str, caps: frozenset[str], supports: Callable[[Any], Supports]) -> Provider:
     return Provider(name=name, op=op, build=LazyRef(f"deepinfer_core.cpu.{target}"), caps=caps, supports=supports)
+
+
+def _invariant(provider: Provider) -> Provider:
+    """The provider, declared to be batch invariant."""
+    return attrs.evolve(provider, caps=provider.caps | {INVARIANT}, proofs={INVARIANT: ROW_PROOF})
 
 
 def _float32(request: Any, *fields: str) -> Supports:
@@ -122,7 +130,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
     return [
-        _provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv),
+        _invariant(_provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv)),
         _provider("paged_in_place", "attention.paged", "attention:PagedAttention", PAGED_CAPS, _paged),
         _provider("sparse", "attention.sparse", "sparse_attention:SparseAttention", KV_CAPS, _sparse),
         _provider("index_topk", "attention.index_topk", "index_topk:IndexTopK", KV_CAPS, _sparse),
@@ -188,7 +196,7 @@ def _stage(stage: str, target: str) -> Provider:
     def supports(request: SamplingRequest) -> Supports:
         return _float32(request) if request.stage == stage else no(f"serves stage {stage!r}, not {request.stage!r}")
 
-    return _provider(stage, SamplingRequest.op, target, STATE_CAPS, supports)
+    return _invariant(_provider(stage, SamplingRequest.op, target, STATE_CAPS, supports))
 
 
 @hookimpl
@@ -208,9 +216,9 @@ def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
     return [
-        _provider("input_ids", "runner.input_ids", "runner_ops:InputIds", STATE_CAPS, _float32),
-        _provider("slot_mapping", "runner.slot_mapping", "runner_ops:SlotMapping", STATE_CAPS, _float32),
-        _provider("append_tokens", "runner.append_tokens", "runner_ops:AppendTokens", STATE_CAPS, _float32),
+        _invariant(_provider("input_ids", "runner.input_ids", "runner_ops:InputIds", STATE_CAPS, _float32)),
+        _invariant(_provider("slot_mapping", "runner.slot_mapping", "runner_ops:SlotMapping", STATE_CAPS, _float32)),
+        _invariant(_provider("append_tokens", "runner.append_tokens", "runner_ops:AppendTokens", STATE_CAPS, _float32)),
     ]
 
 

@@ -14,7 +14,7 @@ import attrs
 
 from deepinfer_core.api import InvalidRequestError
 from deepinfer_core.config import EngineConfig, load_config, override, shown_values
-from deepinfer_core.plugins import explain_plan
+from deepinfer_core.plugins import WrapOp, explain_plan
 from deepinfer_core.tokenizer import Tokenizer
 
 from .assemble import Engine
@@ -40,6 +40,7 @@ class LLM:
         accelerator: backend name; ``"auto"`` takes the one with the highest priority whose device is present.
         dtype: compute dtype name; ``"auto"`` lets the device decide.
         config: an EngineConfig, a nested mapping, or the path of a TOML file.
+        wrap_op: ``(choice, operator)`` -> what stands in the operator table in its place, for measurements.
         settings: configuration groups by name, e.g. ``kv_cache={"block_size": 32}``; they win over ``config``.
 
     Raises:
@@ -53,6 +54,7 @@ class LLM:
         accelerator: str = "auto",
         dtype: str = "auto",
         config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        wrap_op: WrapOp | None = None,
         **settings: Any,
     ) -> None:
         self.config = _configure(str(model), accelerator, dtype, config, settings)
@@ -60,7 +62,7 @@ class LLM:
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._closed = False
-        self.engine: Engine = open_engine(self.config)
+        self.engine: Engine = open_engine(self.config, wrap_op=wrap_op)
 
     # ---- generation
 

@@ -106,9 +106,11 @@ class PlannedEngine:
         )
 
     def _reference(self, request: OpRequest) -> Any:
+        # Other demands are for whoever delegates to keep; where rows lie in the cache both must agree on.
+        layouts = {demand for demand in request.demands if demand.startswith("kv_layout:")}
         for plugin, provider in self.providers:
             serves = provider.fallback and provider.op == request.op
-            if serves and request.demands <= provider.caps and provider.supports(request):
+            if serves and layouts <= provider.caps and provider.supports(request):
                 build = provider.build if callable(provider.build) else provider.build.load()
                 return build(request, self.context_for(plugin))
         raise PlanError(f"no reference operator for {request.op}")

@@ -26,6 +26,7 @@ from deepinfer_core.api import (
 
 from .failure import cause_line, log
 from .nearest import suggest
+from .packages import package_hint
 from .requests import request_to_data
 
 MAX_SCORE = 1000
@@ -195,7 +196,9 @@ def _by_score(
     if own:
         return _top(slot, request, own, backend_plugin)
     if not eligible:
-        raise PlanError(f"slot {slot!r} ({request.op}): no provider can serve it: {_why(candidates)}")
+        raise PlanError(
+            f"slot {slot!r} ({request.op}): no provider can serve it: {_why(candidates)}{_hint(request, candidates)}"
+        )
     if fallback == "error":
         raise PlanError(
             f"slot {slot!r} ({request.op}): only a reference operator can serve it, and fallback is 'error': "
@@ -224,6 +227,10 @@ def _why(candidates: Iterable[_Candidate]) -> str:
         for c in candidates
     )
     return "; ".join(f"{c.label}: {reason}" for c, reason in zip(candidates, reasons, strict=True))
+
+
+def _hint(request: OpRequest, candidates: Iterable[_Candidate]) -> str:
+    return package_hint(request.demands - frozenset().union(*(c.provider.caps for c in candidates)))
 
 
 def _choice(
@@ -256,6 +263,7 @@ def _choice(
         reason=chosen.reason,
         source=source,
         losers=tuple(losers),
+        proofs={cap: test for cap, test in chosen.provider.proofs.items() if cap in request.demands},
     )
 
 

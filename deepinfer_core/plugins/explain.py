@@ -10,7 +10,8 @@ from deepinfer_core.api import EnginePlan
 
 
 def explain_plan(plan: EnginePlan) -> list[dict[str, Any]]:
-    """One JSON-able row per slot: slot, op, layer_kind, phase, demands, provider, source, score, reason, losers."""
+    """One JSON-able row per slot: slot, op, layer_kind, phase, demands, provider, source, score, reason,
+    proof, losers. ``proof``: tests that prove the demanded caps, with commas between; ``""`` when none is named."""
     return [
         {
             "slot": choice.slot,
@@ -22,6 +23,7 @@ def explain_plan(plan: EnginePlan) -> list[dict[str, Any]]:
             "source": choice.source,
             "score": choice.score,
             "reason": choice.reason,
+            "proof": ", ".join(choice.proofs.values()),
             "losers": [attrs.asdict(loser) for loser in choice.losers],
         }
         for choice in plan.choices

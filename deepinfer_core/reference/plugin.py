@@ -28,6 +28,14 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 COMMON_CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = COMMON_CAPS | {"device_state"}
 
+INVARIANT = "batch_invariant"
+ROW_PROOF = "tests/batch_invariance/test_core_providers.py::test_a_row_has_the_same_bits_in_any_company"
+MOVES_DATA = frozenset(
+    {"write_kv", "embedding", "input_ids", "slot_mapping", "append_tokens", "mask", "bias", "penalties", "temperature"}
+)
+"""These move data, count, or take the same few correctly rounded operations on every element, so that a row's bits do
+not depend on the others. Where a sum or a logarithm is taken, a library may choose its way by the size of the batch."""
+
 _STAGE_TARGETS = {
     "mask": "mask:Mask",
     "bias": "stages:Bias",
@@ -48,7 +56,9 @@ def _always(_: OpRequest) -> Supports:
 
 def _provider(name: str, op: str, target: str, caps: frozenset[str], supports: Any = _always) -> Provider:
     build = LazyRef(f"deepinfer_core.reference.{target}")
-    return Provider(name=name, op=op, build=build, caps=caps, supports=supports, fallback=True)
+    proofs = {INVARIANT: ROW_PROOF} if name in MOVES_DATA else {}
+    caps |= proofs.keys()
+    return Provider(name=name, op=op, build=build, caps=caps, supports=supports, fallback=True, proofs=proofs)
 
 
 def _supports_rope(request: RopeRequest) -> Supports:

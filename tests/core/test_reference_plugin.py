@@ -63,9 +63,10 @@ def test_every_provider_is_a_fallback_whose_target_exists() -> None:
         assert callable(provider.build.load())
 
 
-def test_no_provider_claims_batch_invariance_or_capture() -> None:
+def test_only_what_moves_data_claims_batch_invariance_and_nothing_capture() -> None:
     for provider in providers():
-        assert not provider.caps & {"batch_invariant", "graph_capture"}
+        assert ("batch_invariant" in provider.caps) == (provider.name in plugin.MOVES_DATA)
+        assert "graph_capture" not in provider.caps
 
 
 def test_a_demand_it_does_not_know_leaves_no_candidate() -> None:

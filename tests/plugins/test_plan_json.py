@@ -193,6 +193,7 @@ def test_explanation_is_one_plain_row_for_each_slot() -> None:
         "source": "score",
         "score": 5,
         "reason": "fits",
+        "proof": "",
         "losers": [
             {"provider": "bolt:q", "reason": "lacks: z", "score": None},
             {"provider": "cord:r", "reason": "score 3 < 5", "score": 3},

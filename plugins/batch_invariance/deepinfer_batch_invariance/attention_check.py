@@ -1,0 +1,84 @@
+"""Trying attention on this machine: a prompt in one piece against some of its rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepinfer_core.api import IndexTopKRequest, PagedAttentionRequest, SparseAttentionRequest, StepLayout
+
+from .layouts import layout_of
+from .self_check import moved, random_row, same_bits, threads
+
+ROWS = 40
+"""More than one block of keys."""
+
+
+def check_paged(op: Any, request: PagedAttentionRequest, num_threads: int) -> None:
+    """Raise PlanError when a row's bits depend on the rows it shares a step with."""
+    shape = (_blocks(request.block_size), request.block_size, request.kv_heads, request.head_dim)
+    cache = {name: random_row(*shape) for name in ("key", "value")}
+    query = random_row(ROWS, request.q_heads, request.head_dim)
+
+    def run(start: int, end: int) -> torch.Tensor:
+        attended: torch.Tensor = op.run(query[start:end], cache, op.plan(_step(request.block_size, start, end)))
+        return attended
+
+    _compare(run, f"attention of {request.q_heads} heads of {request.head_dim}", num_threads)
+
+
+def check_sparse(op: Any, request: SparseAttentionRequest, num_threads: int) -> None:
+    """The same for attention over a window and entries; rows of a block that is not causal belong together."""
+    if not request.causal:
+        return
+    size, dim = request.block_size, request.head_dim
+    cache = {"kv": random_row(_blocks(size), size, dim)}
+    entries = {"kv": random_row(_blocks(size), size // request.rate, dim)} if request.rate else None
+    query, sinks = random_row(ROWS, request.heads, dim), random_row(request.heads)
+    chosen = torch.full((ROWS, request.chosen), -1)
+    for row in range(ROWS):
+        seen = min((row + 1) // max(request.rate, 1), request.chosen)
+        chosen[row, :seen] = torch.arange(seen)
+
+    def run(start: int, end: int) -> torch.Tensor:
+        layout = _step(size, start, end)
+        plan = op.plan(layout, layout if request.rate else None)
+        picked = chosen[start:end] if request.chosen else None
+        attended: torch.Tensor = op.run(query[start:end], cache, entries, plan, sinks, picked)
+        return attended
+
+    _compare(run, f"sparse attention of {request.heads} heads of {dim}", num_threads)
+
+
+def check_index(op: Any, request: IndexTopKRequest, num_threads: int) -> None:
+    """The same for the choice of entries: equal scores would hide a moved bit, so that only gross faults show here."""
+    size = request.block_size
+    cache = {"key": random_row(_blocks(size), size // request.rate, request.head_dim)}
+    query, weights = random_row(ROWS, request.heads, request.head_dim), random_row(ROWS, request.heads)
+
+    def run(start: int, end: int) -> torch.Tensor:
+        plan = op.plan(_step(size, start, end))
+        chosen: torch.Tensor = op.run(query[start:end], weights[start:end], cache, plan)
+        return chosen
+
+    _compare(run, f"index of {request.heads} heads of {request.head_dim}", num_threads)
+
+
+def _blocks(block_size: int) -> int:
+    return -(-ROWS // block_size) + 1
+
+
+def _step(block_size: int, start: int, end: int) -> StepLayout:
+    """Rows from position ``start`` to ``end`` of one request."""
+    table = torch.arange(1, _blocks(block_size), dtype=torch.int32)[None]
+    return layout_of(table, block_size, [end - start], [end])
+
+
+def _compare(run: Callable[[int, int], torch.Tensor], what: str, num_threads: int) -> None:
+    with threads(num_threads):
+        whole = run(0, ROWS)
+        for position in (0, ROWS // 2, ROWS - 1):
+            if not same_bits(run(position, position + 1)[0], whole[position]):
+                raise moved(what, f"the row at position {position} alone and among {ROWS} rows differ")

@@ -1,0 +1,113 @@
+"""The operators that serve every device and dtype: the reference over tiles of rows, or row by row.
+
+Tried on the host, which has no device but itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_attention as attention
+import test_pointwise as pointwise
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from invariance import MOST_ROWS, check_company, normal, operator, reference_operator
+
+from deepinfer_core.api import BatchedLinearRequest, GroupedLinearRequest, LinearRequest, QuantisedWeight
+
+DTYPES = ("float32", "bfloat16", "float64")
+DEMANDS = frozenset({"batch_invariant"})
+
+
+def shape(dtype: str, **fields: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "out_dtype": dtype, "weight_dtype": dtype, "demands": DEMANDS, **fields}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=6)
+@given(inner=st.integers(1, 70), out=st.integers(1, 70), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
+def test_gemm(dtype: str, inner: int, out: int, rows: int, seed: int) -> None:
+    kind = getattr(torch, dtype)
+    request = LinearRequest(in_features=inner, out_features=out, bias=True, **shape(dtype))
+    op, exact = operator(request, "batch_invariance:linear_by_tiles"), reference_operator(request)
+    parts, x = [normal(out, inner, seed=1, dtype=kind)], normal(rows, inner, seed=2, dtype=kind)
+    bias = normal(out, seed=3, dtype=kind)
+    weight = op.prepare(parts, bias)
+    check_company(lambda picked: op.run(x[picked], weight), rows, seed)
+    assert torch.allclose(op.run(x, weight), exact.run(x, exact.prepare(parts, bias)), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=6)
+@given(groups=st.integers(1, 4), inner=st.integers(1, 50), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
+def test_gemm_of_several_weights(dtype: str, groups: int, inner: int, rows: int, seed: int) -> None:
+    kind = getattr(torch, dtype)
+    request = BatchedLinearRequest(groups=groups, in_features=inner, out_features=20, **shape(dtype))
+    op = operator(request, "batch_invariance:batched_by_tiles")
+    weight = op.prepare([normal(groups * 20, inner, seed=1, dtype=kind)])
+    x = normal(rows, groups, inner, seed=2, dtype=kind)
+    check_company(lambda picked: op.run(x[picked], weight), rows, seed)
+
+
+@settings(deadline=None, max_examples=10)
+@given(groups=st.integers(1, 6), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
+def test_gemm_of_experts_whose_weights_are_packed(groups: int, rows: int, seed: int) -> None:
+    """FP4 weights, which the reference decodes."""
+    generator = torch.Generator().manual_seed(seed)
+    request = GroupedLinearRequest(
+        groups=groups, in_features=32, out_features=16, **shape("float32", weight_dtype="fp4:e2m1:1x32")
+    )
+    parts = [
+        [
+            QuantisedWeight(
+                format="fp4:e2m1",
+                data=torch.randint(-128, 128, (16, 16), generator=generator, dtype=torch.int8),
+                scale=torch.full((16, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+                block=(1, 32),
+            )
+        ]
+        for _ in range(groups)
+    ]
+    op, exact = operator(request, "batch_invariance:grouped_by_tiles"), reference_operator(request)
+    weight, x = op.prepare(parts), normal(rows, 32, seed=2)
+    expert = torch.randint(0, groups, (rows,), generator=generator)
+
+    def run(op: Any, weight: Any, picked: Any) -> torch.Tensor:
+        order = torch.sort(expert[picked], stable=True).indices
+        ends = torch.bincount(expert[picked], minlength=groups).cumsum(0)
+        result = torch.empty(len(picked), 16)
+        result[order] = op.run(x[picked][order], torch.cat((ends.new_zeros(1), ends)), weight)
+        return result
+
+    check_company(lambda picked: run(op, weight, picked), rows, seed)
+    every = list(range(rows))
+    assert torch.allclose(run(op, weight, every), run(exact, exact.prepare(parts), every), rtol=1e-4, atol=1e-4)
+
+
+BY_TILES = [case for case, name in pointwise.CASES.items() if name not in ("rope", "quantise_dequantise")]
+
+
+@pytest.mark.parametrize("case", BY_TILES, ids=[case.__name__ for case in BY_TILES])
+@settings(deadline=None, max_examples=5)
+@given(width=st.integers(1, 70), rows=st.integers(0, 70), seed=st.integers(0, 99))
+def test_pointwise(case: Any, width: int, rows: int, seed: int) -> None:
+    request, run = case(width, rows)
+    op = operator(request, f"batch_invariance:{pointwise.CASES[case]}_by_tiles")
+    check_company(lambda picked: run(op, picked), rows, seed)
+    every = list(range(rows))
+    for mine, theirs in zip(_tuple(run(op, every)), _tuple(run(reference_operator(request), every)), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", attention.CASES)
+@settings(deadline=None, max_examples=3)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_attention(name: str, lengths: list[int], seed: int) -> None:
+    (request, over), provider = attention.CASES[name]
+    attention.check(operator(request, f"batch_invariance:{provider}_rows_alone"), over, lengths, seed)
+
+
+def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
