@@ -12,7 +12,7 @@ import pytest
 from deepinfer_nvidia_sm100 import plugin, probe
 
 from deepinfer_core import LLM
-from deepinfer_core.api import DeviceError, ProbeEnv
+from deepinfer_core.api import DeviceError, NoDevice, ProbeEnv
 
 H200 = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multiprocessors": 132, "memory": 150_000_000_000}
 B200 = {"name": "NVIDIA B200", "major": 10, "minor": 0, "multiprocessors": 148, "memory": 190_000_000_000}
@@ -130,8 +130,15 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(bool(probe.find(ProbeEnv(environ={})).devices), reason="this machine has a GPU")
 def test_asking_for_a_gpu_by_name_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"accelerator='nvidia_sm100': no such device.*found no device: nvidia_sm100"):
+    with pytest.raises(DeviceError, match=r"accelerator='nvidia_sm100'.*no device file /dev/nvidia0"):
         LLM("demo", accelerator="nvidia_sm100")
+
+
+def test_the_plugin_says_why_it_has_no_device(tmp_path: Path) -> None:
+    (answer,) = plugin.deepinfer_probe(ProbeEnv(environ={}, root=str(tmp_path)))
+    assert isinstance(answer, NoDevice)
+    assert (answer.backend, answer.legacy_names) == ("nvidia_sm100", ("nvidia",))
+    assert "no device file" in answer.reason
 
 
 def test_declaring_imports_neither_torch_nor_triton() -> None:
@@ -146,7 +153,7 @@ device = DeviceInfo(backend="nvidia_sm100", type="cuda", arch="sm_90", count=1, 
 plugin.deepinfer_probe(ProbeEnv(environ={}))
 count = 0
 for name in dir(plugin):
-    if name.startswith("deepinfer_") and name not in ("deepinfer_plugin", "deepinfer_probe"):
+    if name.startswith("deepinfer_") and name not in ("deepinfer_plugin", "deepinfer_probe", "deepinfer_commands"):
         count += len(getattr(plugin, name)(device))
 assert count > 15, count
 print("torch" in sys.modules, "triton" in sys.modules)

@@ -7,12 +7,14 @@ from typing import Any
 
 from deepinfer_core.api import (
     AppendTokensRequest,
+    CommandInfo,
     DeviceInfo,
     EmbeddingRequest,
     InputIdsRequest,
     KVLayoutRequest,
     LazyRef,
     LinearRequest,
+    NoDevice,
     PagedAttentionRequest,
     PluginInfo,
     ProbeEnv,
@@ -29,7 +31,8 @@ from deepinfer_core.api import (
     yes,
 )
 
-from .probe import BACKEND, find
+from .probe import BACKEND, LEGACY_NAMES, find
+from .settings import Settings
 
 SCORE = 300
 """Of this package's own kernels; a plugin with a faster one says more."""
@@ -43,12 +46,26 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="nvidia_sm100", help="NVIDIA GPUs of compute capability 9.0 and 10.x")
+    return PluginInfo(name="nvidia_sm100", help="NVIDIA GPUs of compute capability 9.0 and 10.x", settings=Settings)
 
 
 @hookimpl
-def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
-    return find(env).devices
+def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo | NoDevice]:
+    found = find(env)
+    if found.devices:
+        return found.devices
+    return [NoDevice(backend=BACKEND, reason=found.reason, fix="check: nvidia-smi", legacy_names=LEGACY_NAMES)]
+
+
+@hookimpl
+def deepinfer_commands() -> Sequence[CommandInfo]:
+    return [
+        CommandInfo(
+            name="tune",
+            help="Measure which kernel multiplies few rows fastest, for a model's matrices on this GPU",
+            command=LazyRef("deepinfer_nvidia_sm100.command:tune"),
+        )
+    ]
 
 
 def _provider(

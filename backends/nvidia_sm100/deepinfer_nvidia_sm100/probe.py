@@ -14,6 +14,7 @@ import attrs
 from deepinfer_core.api import DeviceInfo, LazyRef, ProbeEnv
 
 BACKEND = "nvidia_sm100"
+LEGACY_NAMES = ("nvidia",)
 PRIORITY = 200
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities that the kernels are compiled for in the tests."""
@@ -100,5 +101,5 @@ def _info(
         ),
         provider=LazyRef("deepinfer_nvidia_sm100.device:CudaDevice"),
         fallback="warn",
-        legacy_names=("nvidia",),
+        legacy_names=LEGACY_NAMES,
     )

@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from deepinfer_core.api import ConfigError
+
 from .ops.few_rows import Tile
 
 FOLDER = Path(__file__).with_name("tuned")
+TILE_FIELDS = ("block_n", "block_m", "block_k", "splits", "stages", "warps")
 
 
 def architecture(device: torch.device) -> str:
@@ -27,19 +30,29 @@ def architecture(device: torch.device) -> str:
 
 
 @functools.cache
-def table(arch: str) -> dict[str, Any]:
-    """The package's table; empty for an architecture that was not measured."""
+def linear_table(arch: str, own: str | None = None) -> dict[str, Any]:
+    """Shape -> rows and tiles: the package's, and over them those of a user's own file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such table.
+    """
     path = FOLDER / f"{arch}.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"linear": {}}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["linear"] if path.exists() else {}
+    if own is not None:
+        try:
+            found = found | json.loads(Path(own).read_text(encoding="utf-8"))["linear"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"plugins.nvidia_sm100.table={own!r}: {type(error).__name__}: {error}; make one with: deepinfer tune"
+            ) from error
     return found
 
 
-def linear_tile(device: torch.device, out_features: int, in_features: int, rows: int) -> Tile | Literal["thumb"] | None:
+def linear_tile(
+    device: torch.device, out_features: int, in_features: int, rows: int, own: str | None = None
+) -> Tile | Literal["thumb"] | None:
     """The tile for this product; None where cuBLAS was faster; ``"thumb"`` where nothing was measured."""
-    for most, numbers in table(architecture(device))["linear"].get(f"{out_features}x{in_features}", ()):
+    for most, numbers in linear_table(architecture(device), own).get(f"{out_features}x{in_features}", ()):
         if rows <= most:
             return None if numbers is None else Tile(**dict(zip(TILE_FIELDS, numbers, strict=True)))
     return "thumb"
-
-
-TILE_FIELDS = ("block_n", "block_m", "block_k", "splits", "stages", "warps")

@@ -84,7 +84,8 @@ class Linear(_Linear):
         narrow = request.dtype != "float32"
         self._tiles: dict[int, Tile | None] = {}
         for rows in range(1, FEW + 1) if narrow else ():
-            found = linear_tile(context.device, request.out_features, request.in_features, rows)
+            own = None if context.settings is None else context.settings.table
+            found = linear_tile(context.device, request.out_features, request.in_features, rows, own)
             self._tiles[rows] = thumb(request.out_features, request.in_features, rows) if found == "thumb" else found
 
     def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

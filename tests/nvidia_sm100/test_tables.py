@@ -1,0 +1,104 @@
+"""Tuned tables: the package's own, a user's, and the command that makes one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from click.testing import CliRunner
+from deepinfer_nvidia_sm100 import tables
+from deepinfer_nvidia_sm100.command import shapes_of, tune
+from deepinfer_nvidia_sm100.ops.few_rows import Tile
+from deepinfer_nvidia_sm100.ops.linear import Linear
+from deepinfer_nvidia_sm100.settings import Settings
+from deepinfer_nvidia_sm100.tuning import candidates, entries, save
+from gpu_support import context
+
+from deepinfer_core.api import ConfigError, DeviceError, LinearRequest
+
+TILE = Tile(block_n=64, block_m=16, block_k=128, splits=2, stages=4, warps=4)
+NUMBERS = [64, 16, 128, 2, 4, 4]
+
+
+def test_the_packages_tables_hold_tiles_that_fit() -> None:
+    files = list(tables.FOLDER.glob("*.json"))
+    assert files
+    for file in files:
+        for shape, rows in tables.linear_table(file.stem).items():
+            assert [int(n) for n in shape.split("x")]
+            assert [most for most, _ in rows] == sorted({most for most, _ in rows})
+            for most, numbers in rows:
+                if numbers is not None:
+                    tile = Tile(**dict(zip(tables.TILE_FIELDS, numbers, strict=True)))
+                    assert tile.block_m >= most or tile.block_m == 64
+                    assert tile.shared_bytes <= 227 * 1024
+
+
+def test_a_users_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.json"
+    save(own, {"100x256": [[4, NUMBERS], [64, None]]})
+    save(own, {"7x8": [[64, None]]})
+    monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
+    device = torch.device("cpu")
+    assert tables.linear_tile(device, 100, 256, 3, str(own)) == TILE
+    assert tables.linear_tile(device, 100, 256, 5, str(own)) is None
+    assert tables.linear_tile(device, 100, 256, 65, str(own)) == "thumb"
+    assert tables.linear_tile(device, 100, 256, 3) == "thumb"
+    assert tables.linear_tile(device, 6144, 2560, 1, str(own)) == tables.linear_tile(device, 6144, 2560, 1) != "thumb"
+    request = LinearRequest(
+        in_features=256, out_features=100, dtype="bfloat16", out_dtype="bfloat16", weight_dtype="bfloat16"
+    )
+    built = Linear(request, attrs.evolve(context(), settings=Settings(table=str(own))))
+    assert built._tiles[4] == TILE
+    assert built._tiles[5] is None
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+def test_a_broken_table_is_one_line(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"plugins\.nvidia_sm100\.table=.*deepinfer tune"):
+        tables.linear_table("sm_90", str(path))
+
+
+def test_neighbours_of_equal_answer_are_one_entry() -> None:
+    measured: list[dict[str, Any]] = [{"rows": rows, "tile": tile} for rows, tile in ((8, None), (1, TILE), (2, TILE))]
+    assert entries(measured) == [[2, NUMBERS], [8, None]]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_candidates_hold_the_rows_and_fit(rows: int) -> None:
+    found = list(candidates(rows))
+    assert len(found) > 20
+    assert all(tile.block_m >= rows and tile.shared_bytes <= 220_000 for tile in found)
+
+
+def row(op: str, **request: Any) -> dict[str, Any]:
+    return {"op": op, "request": request}
+
+
+def test_shapes_are_read_from_a_plan() -> None:
+    big = {"in_features": 64, "out_features": 100, "dtype": "bfloat16", "out_dtype": "float32"}
+    choices = [row("gemm.linear", **big), row("gemm.linear", **big | {"dtype": "float32"}), row("other")]
+    plan = {"plan": {"choices": choices}}
+    assert shapes_of(plan) == {"100x64": (100, 64, "float32")}
+    for wrong in ([], {"plan": 3}, {"plan": {"choices": []}}):
+        with pytest.raises(ConfigError, match="deepinfer explain"):
+            shapes_of(wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_tuning_without_a_gpu_is_an_error(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    request = {"in_features": 64, "out_features": 100, "dtype": "bfloat16", "out_dtype": "bfloat16"}
+    plan.write_text(json.dumps({"plan": {"choices": [row("gemm.linear", **request)]}}))
+    result = CliRunner().invoke(tune, [str(plan), "--out", str(tmp_path / "out.json")])
+    assert isinstance(result.exception, DeviceError)
+    assert not (tmp_path / "out.json").exists()
+    plan.write_text("no")
+    assert isinstance(CliRunner().invoke(tune, [str(plan)]).exception, ConfigError)
