@@ -125,7 +125,7 @@ class DraftStep:
         depth: most drafts wanted.
         rows: the T rows that the target ran, in the module's own caches; None without a module. Rows of rejected drafts
             are among them: what is written for these is rewritten before it is read.
-        next_tokens: ``[T]`` int64, the token that follows each row (anything after a rejected one).
+        next_tokens: gives ``[T]`` int64, the token that follows each row (anything after a rejected one).
         taps: what leaves the target's layers named in ``DraftModuleSpec.taps``, each ``[T, ...]``.
         last_rows: ``[R]`` int64, the row whose token is the anchor.
         block: ``(tokens [R, n], offset)`` -> a batch of n rows a request in the module's caches, the first at
@@ -141,7 +141,7 @@ class DraftStep:
     host_anchors: np.ndarray[Any, Any]
     depth: int
     rows: ModelBatch | None
-    next_tokens: torch.Tensor
+    next_tokens: Callable[[], torch.Tensor]
     taps: Sequence[torch.Tensor]
     last_rows: torch.Tensor
     block: Callable[[torch.Tensor, int], ModelBatch]

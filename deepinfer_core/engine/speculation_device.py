@@ -235,7 +235,10 @@ class DraftRuntime:
         def choose(scores: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             return self._choose(scores, j, ran.active, slots, device_anchors, int(anchors.max()), rejects)
 
-        following = np.minimum(ran.inputs.positions + 1, state.history.shape[1] - 1)
+        def next_tokens() -> torch.Tensor:
+            following = np.minimum(ran.inputs.positions + 1, state.history.shape[1] - 1)
+            return state.history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64)
+
         rows = None
         if self._caches and ran.batch is not None:
             rows = self._batch(ran.batch.token_ids, ran.batch.layouts)
@@ -246,7 +249,7 @@ class DraftRuntime:
             host_anchors=anchors,
             depth=self.depth,
             rows=rows,
-            next_tokens=state.history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64),
+            next_tokens=next_tokens,
             taps=ran.taps,
             last_rows=upload((row_starts + advance - 1)[chosen]),
             block=block,

@@ -271,6 +271,10 @@ class Qwen3DSpark:
     def plan(self, batch: ModelBatch) -> dict[str, Any]:
         return {"attention": self.ops.attention.plan(batch.layouts[GROUP]), "rope": self.ops.rope.plan(batch.positions)}
 
+    def plan_context(self, batch: ModelBatch) -> dict[str, Any]:
+        """What :meth:`inject` needs of a step: it attends to nothing."""
+        return {"rope": self.ops.rope.plan(batch.positions)}
+
     def inject(self, taps: Sequence[torch.Tensor], batch: ModelBatch, plan: dict[str, Any]) -> None:
         """Keys and values of positions that the target has processed.
 

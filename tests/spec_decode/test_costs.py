@@ -27,7 +27,7 @@ def at(costs: StepCosts, *rows: int) -> list[float]:
 
 def test_between_and_beyond_what_was_measured() -> None:
     costs = StepCosts([(1, 1.0), (2, 1.5), (4, 1.4), (8, 3.5)])
-    assert at(costs, 1, 2, 3, 4, 6, 8, 10) == pytest.approx([1.0, 1.5, 1.5, 1.5, 2.5, 3.5, 4.5])
+    assert at(costs, 1, 2, 3, 4, 6, 8, 10) == pytest.approx([1.0, 1.4, 1.4, 1.4, 2.45, 3.5, 4.55])
 
 
 def test_measuring_leaves_out_the_fastest_and_the_slowest() -> None:

@@ -93,6 +93,10 @@ class DeepseekV4DSpark:
     def plan(self, batch: ModelBatch) -> dict[str, Any]:
         return attention_plans(self.ops, ("window",), batch, DRAFT)
 
+    def plan_context(self, batch: ModelBatch) -> dict[str, Any]:
+        """What :meth:`inject` needs of a step: it attends to nothing."""
+        return {"rope_window": self.ops.rope_window.plan(batch.positions)}
+
     def inject(self, taps: Sequence[torch.Tensor], batch: ModelBatch, plan: dict[str, Any]) -> None:
         """Keep what later drafts attend to, for positions the main model has processed and accepted.
 

@@ -1,4 +1,4 @@
-"""Temperatures of the confidence, and where they lie: beside the checkpoint, one list for each verification rule."""
+"""Temperatures of the confidence, and where they lie: beside a checkpoint, one list for each verification rule."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 from deepinfer_core.api import ConfigError, DrafterContext
+
+from .needs import drafter_path
+from .settings import Settings
 
 FILE_NAME = "drafter_calibration.json"
 LARGEST_LOGIT = 60.0
@@ -25,16 +28,16 @@ def temper(logits: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
     return torch.sigmoid((logits.to(torch.float32) / divisor).clamp(-LARGEST_LOGIT, LARGEST_LOGIT))
 
 
-def temperatures_for(context: DrafterContext, method: str, calibration: str) -> tuple[float, ...]:
-    """The user's, those fitted beside the checkpoint, or 1.
+def temperatures_for(context: DrafterContext, method: str, settings: Settings) -> tuple[float, ...]:
+    """The user's, those fitted beside the drafter's checkpoint (the target's where that has the drafter), or 1.
 
     Raises:
         ConfigError: the file is not what ``calibrate-drafter`` writes.
     """
     if context.temperatures is not None:
         return tuple(context.temperatures)
-    path = Path(context.target) / FILE_NAME
-    if calibration == "off" or not path.is_file():
+    path = Path(drafter_path(settings.drafter) or context.target) / FILE_NAME
+    if settings.calibration == "off" or not path.is_file():
         return (1.0,)
     return read_temperatures(path, method, context.rule) or (1.0,)
 

@@ -51,14 +51,15 @@ class StepCosts:
     """Seconds of a step as a function of its rows, and of drafting as a function of the requests drafted for.
 
     Between measured sizes the cost is interpolated, beyond them it goes on as between the last two. It never falls
-    with more rows: where a measurement does, that is noise.
+    with more rows: a size that took longer than a larger one was disturbed, and costs at most what that one does.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
         if not table:
             raise ValueError("a cost table needs at least one measurement")
         self.rows = np.array([row for row, _ in table], np.float64)
-        self.seconds = np.maximum.accumulate(np.array([cost for _, cost in table], np.float64))
+        seconds = np.array([cost for _, cost in table], np.float64)
+        self.seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         self._residuals: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._drafts: dict[int, deque[float]] = {}
         self._all_drafts: deque[float] = deque(maxlen=DRAFT_SAMPLES)

@@ -22,7 +22,7 @@ class DraftModel:
 
     def start(self, context: DrafterContext) -> None:
         self._model = context.module
-        self._temperatures = temperatures_for(context, "draft_model", self._settings.calibration)
+        self._temperatures = temperatures_for(context, "draft_model", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None

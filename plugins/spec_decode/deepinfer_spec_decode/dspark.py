@@ -27,11 +27,11 @@ class BlockDrafter:
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
         self._rates = AcceptanceRates(context.max_draft_tokens)
-        self._temperatures = temperatures_for(context, "dspark", self._settings.calibration)
+        self._temperatures = temperatures_for(context, "dspark", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
-        self._module.inject(step.taps, step.rows, self._module.plan(step.rows))
+        self._module.inject(step.taps, step.rows, self._module.plan_context(step.rows))
 
     def propose(self, step: DraftStep) -> Proposal:
         newest = step.state.history[step.slots, step.anchors].to(torch.int64)

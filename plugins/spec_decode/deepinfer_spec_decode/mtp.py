@@ -28,11 +28,11 @@ class MTPDrafter:
 
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
-        self._temperatures = temperatures_for(context, "mtp", self._settings.calibration)
+        self._temperatures = temperatures_for(context, "mtp", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
-        rows = attrs.evolve(step.rows, token_ids=step.next_tokens)
+        rows = attrs.evolve(step.rows, token_ids=step.next_tokens())
         hidden, streams = self._module.forward(rows, self._module.plan(rows), step.taps[0])
         self._last = hidden[step.last_rows], streams[step.last_rows]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepinfer_core.api import DrafterInfo, LazyRef, PluginInfo, hookimpl
+from deepinfer_core.api import CommandInfo, DrafterInfo, LazyRef, PluginInfo, hookimpl
 
 from .settings import Settings
 
@@ -37,4 +37,15 @@ def deepinfer_speculation() -> Sequence[DrafterInfo]:
         _drafter("draft_model", "A smaller model of the same vocabulary", "draft_model:DraftModel"),
         _drafter("dspark", "DSpark or DFlash: a block at once from layers of the target", "dspark:BlockDrafter"),
         _drafter("mtp", "The next-token module of a DeepSeek checkpoint", "mtp:MTPDrafter"),
+    ]
+
+
+@hookimpl
+def deepinfer_commands() -> Sequence[CommandInfo]:
+    return [
+        CommandInfo(
+            name="calibrate-drafter",
+            help="Fit a drafter's confidence on held-out prompts.",
+            command=LazyRef(f"{_HERE}.calibrate:calibrate"),
+        )
     ]
