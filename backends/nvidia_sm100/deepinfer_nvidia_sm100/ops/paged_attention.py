@@ -68,16 +68,17 @@ class Paged:
         tokens = 32 if wide else 64
         least = max(16, 1 << (self._group - 1).bit_length())
         few = max(64, least) if self._fixed else least
-        # One warp a program: many small programs keep more loads in flight than few large ones.
+        # Two warps a program: many small programs keep more loads in flight than few large ones. With one warp, and
+        # prompts with 128 tokens at a time, a little faster still, registers spill.
         self._few = (
             Shape(rows=few, tokens=tokens, warps=8, stages=2 if wide else 3)
             if few > 32
-            else Shape(rows=few, tokens=32, warps=2 if wide else 1, stages=2 if wide else 4)
+            else Shape(rows=few, tokens=tokens, warps=4 if wide else 2, stages=2 if wide else 3)
         )
         self._many = (
             Shape(rows=max(32 if request.dtype == "float32" else 64, least), tokens=32, warps=8, stages=2)
             if wide
-            else Shape(rows=max(128, least), tokens=128, warps=8, stages=3)
+            else Shape(rows=max(64, least), tokens=64, warps=4, stages=3)
         )
 
     def plan(self, layout: StepLayout) -> Plan:
