@@ -23,6 +23,8 @@ BUILT_IN = {
         "Ask a backend whether it does what the contracts say.",
         "deepinfer_core.cli.conformance:conformance",
     ),
+    "new-backend": ("Write a project for hardware of yours.", "deepinfer_core.cli.new_backend:new_backend"),
+    "new-plugin": ("Write a plugin of one kind.", "deepinfer_core.cli.new_plugin:new_plugin"),
     "doctor": ("Look for what is wrong, and say what mends it.", "deepinfer_core.cli.doctor:doctor"),
 }
 """Name -> (help, where the command is)."""
