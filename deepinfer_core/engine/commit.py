@@ -9,9 +9,10 @@ import attrs
 import numpy as np
 import torch
 
-from deepinfer_core.api import Device, LogprobsResult, Verified
+from deepinfer_core.api import Device, Verified
 from deepinfer_core.tokenizer import Tokenizer
 
+from .host_logprobs import HostLogprobs
 from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogprobs
 from .planner import Planner
 from .request import Request, Sequence
@@ -78,7 +79,7 @@ class Committer:
         plan = ready.plan
         self.slots.in_flight[plan.slots] -= 1
         for rows, logprobs in zip(ready.inputs.prompts, result.prompts, strict=True):
-            self._add_prompt_logprobs(rows.request, logprobs, rows.targets, rows.k)
+            self._add_prompt_logprobs(rows.request, HostLogprobs.fetch(self.device, logprobs), rows.targets, rows.k)
         if result.sampled is None:
             self._publish(plan.slots, plan.starts + plan.counts)
         else:
@@ -228,7 +229,7 @@ class Committer:
         rows = np.nonzero(live & (stops | full | first | (tokens < 0) | table.needs_host[slots]))[0].tolist()
         if not rows:
             return
-        logprobs = _LogprobRows(result)
+        logprobs = _LogprobRows(result, self.device)
         owners = [table.sequence[slot] for slot in slots[rows].tolist()]
         looked = zip(rows, owners, *(a[rows].tolist() for a in (tokens, positions, stops, full, first)), strict=True)
         for row, sequence, token, position, stop, at_limit, is_first in looked:
@@ -303,7 +304,7 @@ class Committer:
 
     # ---- log-probabilities
 
-    def _entries(self, result: LogprobsResult, row: int, token: int, k: int) -> TokenLogprobs:
+    def _entries(self, result: HostLogprobs, row: int, token: int, k: int) -> TokenLogprobs:
         """The k best tokens and the chosen one, best first."""
         entries = {
             int(i): Logprob(float(v), rank + 1, self._text(int(i)))
@@ -320,7 +321,7 @@ class Committer:
             return None
         return self.tokenizer.id_to_bytes(token).decode(errors="replace")
 
-    def _add_prompt_logprobs(self, request: Request, result: LogprobsResult, targets: Array, k: int) -> None:
+    def _add_prompt_logprobs(self, request: Request, result: HostLogprobs, targets: Array, k: int) -> None:
         assert request.prompt_logprobs is not None
         for row, token in enumerate(targets.tolist()):
             request.prompt_logprobs.append(self._entries(result, row, token, k))
@@ -350,16 +351,17 @@ class Committer:
 class _LogprobRows:
     """Finds the log-probabilities of a sampled row, and why a row has no token."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, device: Device) -> None:
         assert result.sampled is not None
         self._sampled = result.sampled
-        self._where: dict[int, tuple[LogprobsResult, int]] = {}
+        self._where: dict[int, tuple[HostLogprobs, int]] = {}
         needs = result.ready.needs
         for rows, part in ((needs.raw_rows, result.sampled.raw), (needs.processed_rows, result.sampled.processed)):
             if part is not None:
-                self._where.update((row, (part, i)) for i, row in enumerate(rows.tolist()))
+                found = HostLogprobs.fetch(device, part)
+                self._where.update((row, (found, i)) for i, row in enumerate(rows.tolist()))
 
-    def at(self, row: int) -> tuple[LogprobsResult, int]:
+    def at(self, row: int) -> tuple[HostLogprobs, int]:
         return self._where[row]
 
     def why_no_token(self, row: int) -> RequestError:
