@@ -53,6 +53,7 @@ bench: setup ## every benchmark, quickly
 docs: setup ## regenerate the generated pages
 	@$(BIN)/python -m deepinfer_core.config.document > docs/configuration.md
 	@$(BIN)/python -m deepinfer_core.plugins.document > docs/hooks.md
+	@$(BIN)/python -m deepinfer_core.cli.feature_matrix $(dir $(wildcard plugins/*/pyproject.toml)) > docs/feature-matrix.md
 
 clean: ## remove .venv and caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ from deepinfer_core.config import load_config, plugin_settings
 from deepinfer_core.config.layers import plugin_key
 from deepinfer_core.config.settings import env_name
 from deepinfer_core.plugins import Registry, load_plugins
+from deepinfer_core.plugins.inspection import hook_arguments, hook_record
 
 from .child import Say
 from .watch import Watch
@@ -95,9 +96,9 @@ def _asked(question: Mapping[str, Any], plugin: Any, say: Say) -> dict[str, Any]
     for device in _probed(registry, name):
         for hook in PROVIDER_HOOKS:
             _collect(registry, hook, device=device)
-    for hook in ("deepinfer_scheduling", "deepinfer_models", "deepinfer_speculation", "deepinfer_metrics",
-                 "deepinfer_commands", "deepinfer_sampling_stages"):  # fmt: skip
-        _collect(registry, hook)
+    for hook, arguments in hook_arguments(registry.manager).items():
+        if not arguments and hook_record(hook) is not None:
+            _collect(registry, hook)
     settings = loaded.info.settings
     return {
         "bad_settings": _bad_settings(name, settings, question["file"]),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Environment
 from toys.distributions import install_into
+from toys.environments import Environment
 from toys.tiny_llama import write_tiny
 
 from deepinfer_core.scaffold import FAMILIES, KINDS, new_backend

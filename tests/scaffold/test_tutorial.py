@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from conftest import Environment, make_environment
+from toys.environments import Environment, make_environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 SECTIONS = ("## 1.", "## 2.", "## 3.")
