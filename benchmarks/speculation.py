@@ -204,6 +204,7 @@ WAYS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "dspark fixed": ("dspark", 5, {"schedule": "fixed"}),
     "dspark confidence": ("dspark", 5, {"schedule": "confidence"}),
     "mtp confidence": ("mtp", 5, {"schedule": "confidence"}),
+    "ngram confidence": ("ngram", 5, {"schedule": "confidence"}),
 }
 
 
