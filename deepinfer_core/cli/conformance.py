@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     multiple=True,
     help="Ask this provider wherever it takes a request, whatever its score; may be repeated.",
 )
+@click.option(
+    "--demand",
+    "demands",
+    metavar="CAP",
+    multiple=True,
+    help="Ask providers that have this cap, such as batch_invariant; may be repeated.",
+)
 @click.option("--policy", metavar="MODULE:CLASS", help="Also a scheduling policy's invariants; needs no BACKEND.")
 @click.option("--report", metavar="FILE", help="Write all results as JSON.")
 @click.option(
@@ -51,6 +58,7 @@ def conformance(
     report: str | None,
     plugins: Sequence[str],
     providers: Sequence[str],
+    demands: Sequence[str],
     policy: str | None,
     list_only: bool,
     verbose: bool,
@@ -79,6 +87,7 @@ def conformance(
         gaps=known,
         plugins=plugins,
         providers=providers,
+        demands=demands,
         policy=policy,
         progress=_Progress(verbose),
     )

@@ -50,6 +50,7 @@ def run(
     gaps: Sequence[Gap] = (),
     plugins: Sequence[str] = (),
     providers: Sequence[str] = (),
+    demands: Sequence[str] = (),
     policy: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -62,6 +63,7 @@ def run(
         plugins: plugins that are not installed: a dotted module or a ``.py`` file each.
         providers: ``plugin:provider`` to ask wherever they take a request, whatever their scores: those that are chosen
             on request only, too.
+        demands: caps that every provider must have (``"batch_invariant"``): those that have them are asked.
         policy: ``"module:Class"`` or an installed policy's name, whose invariants are checked too.
         progress: called after each case with its result, how many are done, and how many there are.
 
@@ -75,6 +77,7 @@ def run(
     if backend is None:
         return policy_report(str(policy), tier, about_policy)
     target = open_for(backend, families, plugins, providers)
+    target.demands = frozenset(demands)
     try:
         report = run_on(target, tier=tier, families=families, gaps=gaps, progress=progress)
     finally:

@@ -97,6 +97,8 @@ def open_engine(target: Target, model: Subject, who: str, **settings: Any) -> LL
         "logging.level": "error",
         **settings,
     }
+    if who == "backend":
+        options["features.batch_invariant"] = "batch_invariant" in target.demands
     if own:
         options["plugins.paths"] = tuple(target.plugin_files)
     else:  # the core's own plugins alone: a stage that another one adds has no reference operator

@@ -15,6 +15,7 @@ from deepinfer_core.api import (
     DeviceError,
     DeviceInfo,
     FallbackPolicy,
+    KVLayoutRequest,
     LazyRef,
     NoDevice,
     OpRequest,
@@ -68,6 +69,7 @@ class Target:
         backend: name as users write it. plugin: who declared the device.
         providers: ``(plugin, provider)`` offered for the device.
         fallback: may reference operators stand in?
+        demands: added to every request, as a feature adds them in the engine.
         wanted: ``plugin:provider`` that is asked wherever it takes a request, whatever its score.
         dtype: name of the dtype the backend computes 16-bit checkpoints in: the one that every tier asks for.
         reference: reference providers on the host, the definition.
@@ -86,6 +88,7 @@ class Target:
     registry: Registry | None = None
     plugin_files: Sequence[str] = ()
     wanted: Sequence[str] = ()
+    demands: frozenset[str] = frozenset()
     facts: dict[str, Any] = attrs.field(factory=dict)
     on_close: list[Callable[[], None]] = attrs.field(factory=list)
     dtype: str = ""
@@ -103,6 +106,8 @@ class Target:
             Refused: no provider is eligible, with every candidate's reason.
             Mismatch: a provider that was asked gave no proper verdict.
         """
+        if not isinstance(request, KVLayoutRequest):  # of which the engine demands nothing
+            request = attrs.evolve(request, demands=request.demands | self.demands)
         for plugin, provider in self.providers:
             if provider.op == request.op and request.demands <= provider.caps:
                 check_verdict(f"{plugin}:{provider.name}", provider, request)
@@ -139,9 +144,11 @@ class Target:
         raise LookupError(f"no reference operator defines {request}")
 
     def _any_reference(self, request: OpRequest) -> Any:
+        # As in the engine: other demands are for whoever delegates to keep.
+        layouts = {demand for demand in request.demands if demand.startswith("kv_layout:")}
         for plugin, provider in self.providers:
             serves = provider.fallback and provider.op == request.op
-            if serves and request.demands <= provider.caps and provider.supports(request):
+            if serves and layouts <= provider.caps and provider.supports(request):
                 return _built(provider)(request, self._context(plugin, self.device.torch_device, self._any_reference))
         raise PlanError(f"no reference operator for {request.op}")
 

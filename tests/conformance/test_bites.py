@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import attrs
 import broken_dense  # noqa: F401  registers its mutants
 import broken_sequence  # noqa: F401
 import pytest
 from broken import MUTANTS, broken_target
 
-from deepinfer_core.conformance.kit import all_cases, ask
+from deepinfer_core.api import no, yes
+from deepinfer_core.conformance import Gap
+from deepinfer_core.conformance.kit import all_cases, ask, run_on
 from deepinfer_core.conformance.target import open_target
 
 CASES = {case.id: case for case in all_cases("float32")}
@@ -58,3 +61,29 @@ def test_the_mistake_fails_its_case_in_16_bits_too(name: str) -> None:
         result = ask(case, target)
     assert result.outcome == "failed", result
     assert mutant.says in result.message
+
+
+def test_a_known_gap_does_not_fail_the_run() -> None:
+    mutant = MUTANTS["bytes_of_one_layer_announced"]
+    gap = Gap(case=mutant.case, reason="bytes are counted by layer", link="somewhere")
+    with broken_target(mutant) as target:
+        known = run_on(target, families=["kv_layout"], gaps=[gap])
+        unknown = run_on(target, families=["kv_layout"])
+    (result,) = known.results
+    assert (result.outcome, known.passed) == ("known_gap", True)
+    assert "bytes are counted by layer (somewhere)" in result.message
+    assert "block_bytes" in result.message
+    assert "bytes are counted by layer" in known.table()
+    assert not unknown.passed
+
+
+def test_a_refusal_outside_the_minimum_is_no_failure() -> None:
+    """An odd width may be refused; the report says so, with the reason."""
+    mutant = attrs.evolve(
+        MUTANTS["refuses_too_much"],
+        supports=lambda request: no("odd widths") if request.hidden % 2 else yes(9),
+    )
+    with broken_target(mutant) as target:
+        result = ask(CASES["pointwise.rms_norm[odd_width]/float32/odd_rows"], target)
+    assert result.outcome == "refused"
+    assert "broken:mistaken: odd widths" in result.message

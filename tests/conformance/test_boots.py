@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,30 @@ def test_a_provider_that_is_not_chosen_can_be_asked() -> None:
     assert "cpu:int8_weight_only" in failed["gemm.linear/float32/odd_rows"]
     with pytest.raises(PlanError, match="int8_weight_only"):
         run("cpu", families=["gemm.linear"], providers=["cpu:int8_weight_onyl"])
+
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+
+
+def test_a_demand_asks_those_that_meet_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators that are there for one demand alone are proved under it."""
+    monkeypatch.syspath_prepend(str(PLUGINS / "batch_invariance"))
+    families = ["gemm.linear", "pointwise.rms_norm", "attention.paged"]
+    plugins = [] if _is_installed("deepinfer-batch-invariance") else ["deepinfer_batch_invariance.plugin"]
+    report = run("cpu", families=families, plugins=plugins, demands=["batch_invariant"])
+    assert failures(report) == {}
+    proved = [result for result in report.results if result.case.endswith("/batch_invariant")]
+    assert len(proved) >= 4
+    assert {result.outcome for result in proved} == {"passed"}
+    assert {result.message.partition(":")[0] for result in proved} == {"batch_invariance"}
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 HALF = """
