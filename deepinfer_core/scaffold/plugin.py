@@ -73,6 +73,8 @@ def new_plugin(name: str, kind: str, *, directory: str | Path | None = None) -> 
     Raises:
         ConfigError: a kind, name or directory that cannot be used.
     """
+    if kind == "constraint":
+        raise ConfigError(f"--kind 'constraint': there is no template for it in this version; use {', '.join(KINDS)}")
     if kind not in KINDS:
         raise ConfigError(f"--kind {kind!r}: expected one of {', '.join(KINDS)}")
     project = check_name(name)
