@@ -38,11 +38,12 @@ class RequestView:
 
 @attrs.frozen(kw_only=True)
 class RequestArrays:
-    """Read-only arrays over requests, one entry each, in arrival order.
+    """Read-only arrays over requests, one entry each, in arrival order. Valid during the call they are passed to.
 
     Attributes:
-        ids: request ids (children of one request share it).
-        arrival: float64 seconds. prompt, cached, output: int64 tokens; cached is what the prefix cache holds.
+        ids: request ids (children of one request share it), looked up as you index them.
+        arrival: float64 seconds. prompt, cached, output: int64 tokens; cached is what the prefix cache held when
+            it was last looked up: at arrival, and after blocks that the request lacked became findable.
         computed: int64 tokens whose cache rows are written.
         max_tokens: int64. priority: int64, larger is more important.
         tenant: int64 index into ``SystemView.tenants``.
@@ -77,7 +78,8 @@ class SystemView:
         block_size: tokens.
         max_batch_tokens, max_running: limits of a step.
         tenants: tenant names, indexed by ``RequestArrays.tenant``.
-        step_cost: ``[[tokens, seconds], ...]`` measured medians, ascending tokens; empty before any step.
+        step_cost: ``[[tokens, seconds], ...]`` float64, ascending tokens: medians of the last steps of like size;
+            empty before any step.
     """
 
     now: float
@@ -127,28 +129,32 @@ class SchedulingEvent:
 
 
 class Policy(Protocol):
-    """A scheduling policy. One instance per engine; called from the engine's thread only."""
+    """A scheduling policy. One instance per engine; called from the engine's thread only.
+
+    A policy that raises or gives an answer that its question does not allow is not asked again in that step, which
+    is planned first come, first served; this is logged and counted.
+    """
 
     def admit(self, request: RequestView, view: SystemView) -> Admit:
         """Asked once, when a request arrives."""
         ...
 
     def order(self, view: SystemView, k: int) -> Sequence[int]:
-        """At most k distinct indices into ``view.waiting``, best first. The rest keep arrival order.
+        """At most k distinct indices into ``view.waiting``, best first. The rest keep arrival order after them.
 
         Preempted requests wait with their original arrival. Asked when the waiting set or the free room changed.
         """
         ...
 
     def split(self, view: SystemView) -> TokenSplit:
-        """How this step's token budget is shared."""
+        """How this step's token budget is shared, neither part below 0. Asked when both kinds of rows want some."""
         ...
 
     def victims(self, view: SystemView, need_blocks: int) -> Sequence[int]:
-        """Indices into ``view.running``, first to be preempted first.
+        """Distinct indices into ``view.running``, first to be preempted first.
 
-        The planner preempts from the front until ``need_blocks`` are free, skips invalid or repeated indices,
-        never preempts the last running request, and falls back to the newest arrival.
+        The planner preempts from the front until ``need_blocks`` are free, never preempts the last running request,
+        and goes on with the newest arrivals.
         """
         ...
 

@@ -17,6 +17,7 @@ from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogp
 from .planner import Planner
 from .request import Request, Sequence
 from .runner import LaunchedStep, ReadyStep, StepResult
+from .settle import publish, release_finished
 from .slot_needs import SlotNeeds
 from .speculation import Speculator, accepted_drafts
 from .step_plan import StepPlan
@@ -81,26 +82,26 @@ class Committer:
         for rows, logprobs in zip(ready.inputs.prompts, result.prompts, strict=True):
             self._add_prompt_logprobs(rows.request, HostLogprobs.fetch(self.device, logprobs), rows.targets, rows.k)
         if result.sampled is None:
-            self._publish(plan.slots, plan.starts + plan.counts)
+            publish(self.planner, plan.slots, plan.starts + plan.counts)
         else:
             tokens = self.device.download(result.sampled.tokens)
             kept, computed, drafted = self._accept(step, plan, tokens)
             broken = ready.inputs.sample_slots[tokens < 0]
             computed[np.isin(plan.slots, broken)] = 0  # a broken step's rows are served to nobody
             self._record(ready, tokens, kept, out)
-            self._publish(plan.slots, computed)
+            publish(self.planner, plan.slots, computed)
             self._look(ready, result, tokens, kept, out)
             self._tell_drafter(drafted)
         if self.planner.drafting is not None and result.proposed is not None:
             self.planner.drafting.known(result.proposed.slots, result.proposed.chances)
-        self._release_finished(plan.slots)
+        release_finished(self.planner, plan.slots)
         return out
 
     def lose(self, steps: list[LaunchedStep]) -> None:
         """Steps that ran out of memory: their requests go back to waiting with the tokens they have."""
         for step in steps:
             self.slots.in_flight[step.plan.slots] -= 1
-            self._release_finished(step.plan.slots)
+            release_finished(self.planner, step.plan.slots)
             for rows in step.prompts:
                 rows.request.prompt_rows_planned = min(rows.request.prompt_rows_planned, rows.first_position)
         for step in steps:
@@ -117,7 +118,7 @@ class Committer:
             sequence = self.slots.sequence[slot]
             if sequence is not None and sequence.status == "running":
                 self.finish(sequence, "error", out, error=error)
-        self._release_finished(step.plan.slots)
+        release_finished(self.planner, step.plan.slots)
         return out
 
     def finish(
@@ -325,27 +326,6 @@ class Committer:
         assert request.prompt_logprobs is not None
         for row, token in enumerate(targets.tolist()):
             request.prompt_logprobs.append(self._entries(result, row, token, k))
-
-    # ---- cache
-
-    def _publish(self, slots: Array, computed: Array) -> None:
-        """Blocks whose rows are all computed, of committed tokens, become findable."""
-        table = self.slots
-        blocks = computed // self.planner.cache.block_size
-        for i in np.nonzero((blocks > table.published[slots]) & ~table.finished[slots])[0].tolist():
-            slot = int(slots[i])
-            sequence = table.sequence[slot]
-            if sequence is None or not self.planner.cache.prefix_cache:
-                continue
-            keys = self.planner.keys(sequence)
-            self.planner.cache.publish(slot, keys, int(table.published[slot]), int(blocks[i]))
-            table.published[slot] = int(blocks[i])
-
-    def _release_finished(self, slots: Array) -> None:
-        for slot in slots[self.slots.finished[slots] & (self.slots.in_flight[slots] == 0)].tolist():
-            sequence = self.slots.sequence[slot]
-            if sequence is not None:
-                self.planner.remove(sequence)
 
 
 class _LogprobRows:

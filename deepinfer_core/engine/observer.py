@@ -14,6 +14,7 @@ from deepinfer_core.api import Event, EventKind, Policy, SchedulingEvent, Stream
 
 from .decision_log import waits
 from .slot_table import SlotTable
+from .step_shape import prompt_rows
 from .step_timing import StepTiming, TimedStream, Work
 from .timeline import note
 
@@ -35,7 +36,7 @@ class Observer:
     Attributes:
         metrics, trace: where things go besides the timelines; None for nowhere.
         policy_plugin: who is blamed for what the scheduling policy raises.
-        watchers: called with each committed step.
+        watchers: called with each committed step. plan_watchers: with each plan that was launched.
     """
 
     def __init__(self, slots: SlotTable, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,6 +46,7 @@ class Observer:
         self.trace: TraceRecorder | None = None
         self.policy_plugin = "engine"
         self.watchers: list[Callable[[StepTiming], None]] = []
+        self.plan_watchers: list[Callable[[StepPlan], None]] = []
         self._stream: TimedStream | None = None
         self._open: deque[StepTiming] = deque()
         self._last_result = 0.0
@@ -149,8 +151,7 @@ class Observer:
 
     def launched(self, plan: StepPlan, plan_start: float, plan_end: float) -> None:
         """A planned step was given to the stream."""
-        # Decode rows and their drafts all yield tokens; other rows belong to prompts, or are recomputed.
-        chunks = (plan.counts != plan.samples) | (plan.starts < self.slots.prompt_len[plan.slots])
+        chunks = prompt_rows(plan, self.slots)
         timing = StepTiming(
             number=plan.number,
             tokens=plan.num_tokens,
@@ -162,6 +163,8 @@ class Observer:
             work=Work() if self._stream is None else self._stream.last,
         )
         self._open.append(timing)
+        for watch in self.plan_watchers:
+            watch(plan)
 
     def _note_chunks(self, plan: StepPlan, chunks: np.ndarray[Any, Any], now: float) -> int:
         """Put prompt rows into the timelines; returns how many there are."""

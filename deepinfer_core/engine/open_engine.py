@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -17,11 +19,14 @@ from .planning import make_plan
 from .progress import loading_bar
 
 
-def open_engine(config: EngineConfig, *, wrap_op: WrapOp | None = None) -> Engine:
+def open_engine(
+    config: EngineConfig, *, wrap_op: WrapOp | None = None, clock: Callable[[], float] = time.monotonic
+) -> Engine:
     """Open the checkpoint, plan, and load. ``config.model.path`` is set.
 
     Args:
         wrap_op: replaces each operator as the table is made, for measurements.
+        clock: seconds, never decreasing; all times of requests and steps are on it.
 
     Raises:
         DeepInferError: one clear line about what is wrong and how to mend it.
@@ -30,7 +35,7 @@ def open_engine(config: EngineConfig, *, wrap_op: WrapOp | None = None) -> Engin
         tokenizer = _tokenizer(config, checkpoint)
         planned = make_plan(config, checkpoint, os.environ)
         with loading_bar(len(planned.spec.tensors), enabled=config.logging.progress) as loaded:
-            return build_engine(planned, checkpoint, tokenizer, progress=loaded, wrap_op=wrap_op)
+            return build_engine(planned, checkpoint, tokenizer, progress=loaded, wrap_op=wrap_op, clock=clock)
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -17,11 +17,13 @@ import numpy as np
 from deepinfer_core.api import EventKind, Policy, SystemView, TokenSplit
 
 from .block_hash import extend_keys
+from .cached_prefixes import CachedPrefixes
 from .kv_cache import KVCache, PrefixHit
 from .observer import Observer
 from .policy_guard import PolicyGuard
 from .preemption import Preemption
 from .request import Sequence
+from .running_fields import RunningFields
 from .slot_table import SlotTable
 from .speculation_plan import DraftPlanner
 from .step_cost import StepCost
@@ -69,6 +71,8 @@ class Planner:
         self.chunked_prefill = chunked_prefill
         self.clock = clock
         self.waiting = WaitingQueue()
+        self.prefixes = CachedPrefixes(self.waiting, self.lookup)
+        self.fields = RunningFields(slots.slots)
         self.step_cost = StepCost()
         self.steps = 0
         self.budget = max_batch_tokens
@@ -76,7 +80,7 @@ class Planner:
         self.on_preempted: Callable[[Sequence], None] = lambda sequence: None
         self.drafting: DraftPlanner | None = None
         self.judges_by_rejection = False
-        self.guard = PolicyGuard(policy, self.view)
+        self.guard = PolicyGuard(policy, self.view, lambda: self.steps)
         self.preemption = Preemption(guard=self.guard, cache=cache, slots=slots, waiting=self.waiting, tell=self.tell)
 
     # ---- requests coming and going
@@ -92,6 +96,7 @@ class Planner:
     def enqueue(self, sequence: Sequence) -> None:
         hit = self.lookup(sequence)
         self.waiting.add(sequence, hit.tokens)
+        self.prefixes.watch(sequence, hit)
         self.tell("queued", sequence, sequence.prompt_len)
 
     def lookup(self, sequence: Sequence) -> PrefixHit:
@@ -110,11 +115,15 @@ class Planner:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended: waiting, or running with nothing in flight."""
         if sequence.slot < 0:
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
         else:
             self.cache.release(sequence.slot)
             self.slots.give_back(sequence.slot)
         sequence.status = "finished"
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.prefixes.forget(sequence)
 
     def stop_scheduling(self, sequence: Sequence) -> None:
         """A running sequence ended while a step of it is in flight; its slot and blocks wait for that step."""
@@ -124,6 +133,7 @@ class Planner:
 
     def tell(self, kind: EventKind, sequence: Sequence, tokens: int = 0) -> None:
         if kind == "preempted":
+            self.prefixes.look_again(sequence)
             self.on_preempted(sequence)
         self.observer.tell(self.policy, kind, sequence, tokens)
 
@@ -156,6 +166,7 @@ class Planner:
         self.steps += 1
         running = self.slots.running
         self.cache.slide(running, self.slots.computed[running] - self.slots.slack[running])
+        self.prefixes.refresh()
         split = self._split()
         decodes = self._decode_rows(min(split.decode, self.budget))
         used = len(decodes)
@@ -177,10 +188,10 @@ class Planner:
         return ready
 
     def _split(self) -> TokenSplit:
-        """Asked only when decode rows and prompt rows compete for the step."""
+        """Asked only when decode rows and prompt rows compete for the step, those of a new request included."""
         whole = TokenSplit(self.max_batch_tokens, self.max_batch_tokens)
         decoding = self._remaining(self.slots.running) == 1
-        if not decoding.any() or (decoding.all() and not len(self.waiting)):
+        if not decoding.any() or (decoding.all() and not (len(self.waiting) and self.slots.num_free)):
             return whole
         return self.guard.split(whole)
 
@@ -273,11 +284,13 @@ class Planner:
             chunk = self._chunk(known - hit.tokens, min(budget, self.cache.window_room(hit)))
             if chunk == 0:
                 self.observer.waits(sequence, "a step with room for its whole prompt")
+                self.waiting.set_cached(sequence, hit.tokens)
                 break
             if not self.cache.room_for(hit, chunk, min(known + 1, sequence.request.max_len)):
                 self.observer.waits(sequence, "free cache blocks")
+                self.waiting.set_cached(sequence, hit.tokens)
                 break
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
             slot = self.slots.take(sequence, hit.tokens)
             self.cache.start(slot, hit)
             self.cache.grow(slot, hit.tokens + chunk)
@@ -289,6 +302,8 @@ class Planner:
 
     def _enter(self, sequence: Sequence, hit: PrefixHit) -> None:
         self.slots.published[sequence.slot] = hit.blocks
+        tenant = self.waiting.tenant_index(sequence.request.tenant)
+        self.fields.set(sequence, cached=hit.tokens, tenant=tenant)
         metrics = sequence.request.metrics
         resumed = metrics.first_scheduled is not None and len(sequence.tokens) > sequence.prompt_len
         if metrics.first_scheduled is None:

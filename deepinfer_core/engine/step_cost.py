@@ -12,23 +12,29 @@ SAMPLES = 9
 
 
 class StepCost:
-    """Median seconds per step, by number of query tokens rounded up to a power of two."""
+    """Median tokens and seconds of the last steps, grouped by tokens rounded up to a power of two."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
-        self._table: np.ndarray[Any, Any] | None = None
+        self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._changed: set[int] = set()
+        self._medians: dict[int, tuple[float, float]] = {}
+        self._table: np.ndarray[Any, Any] = np.zeros((0, 2))
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Called once a step, so it costs one small sort."""
+        """Called once a step, so it only takes note."""
         bucket = 1 << max(0, tokens - 1).bit_length()
-        samples = self._samples.setdefault(bucket, deque(maxlen=SAMPLES))
-        samples.append(seconds)
-        self._medians[bucket] = median(samples)
-        self._table = None
+        samples = self._samples.get(bucket)
+        if samples is None:
+            samples = self._samples[bucket] = deque(maxlen=SAMPLES)
+        samples.append((tokens, seconds))
+        self._changed.add(bucket)
 
     def table(self) -> np.ndarray[Any, Any]:
         """``[[tokens, seconds], ...]`` float64, ascending tokens."""
-        if self._table is None:
-            self._table = np.array(sorted(self._medians.items()), np.float64).reshape(-1, 2)
+        if self._changed:
+            for bucket in self._changed:
+                tokens, seconds = zip(*self._samples[bucket], strict=True)
+                self._medians[bucket] = (median(tokens), median(seconds))
+            self._changed.clear()
+            self._table = np.array([self._medians[bucket] for bucket in sorted(self._medians)], np.float64)
         return self._table

@@ -8,7 +8,7 @@ recording began. No token is stored, and no hash of one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -117,12 +117,13 @@ _NAMES = {kind: name for name, kind in _TYPES.items()}
 
 @attrs.frozen(kw_only=True)
 class Trace:
-    """A trace as read. Arrivals are in order of time."""
+    """A trace as read. Arrivals are in order of time; ``steps_before``: of each, the steps that had ended by then."""
 
     header: TraceHeader
     arrivals: tuple[Arrival, ...]
     steps: tuple[TraceStep, ...]
     finishes: tuple[Finish, ...]
+    steps_before: tuple[int, ...] = ()
 
     def output_lengths(self) -> dict[str, int]:
         """Request id -> tokens of its longest completion, of those that ended."""
@@ -151,15 +152,24 @@ def read_trace(path: str | Path) -> Trace:
     records = [_read_line(line, f"{path}:{number}", number) for number, line in _lines(text)]
     if not records:
         raise ConfigError(f"trace {path}: is empty; expected a header line")
-    header, arrivals = records[0], [r for r in records if isinstance(r, Arrival)]
+    header, arrivals = records[0], sorted(_arrivals(records), key=lambda arrival: arrival[0].time)
     assert isinstance(header, TraceHeader)
-    _check_blocks(header, arrivals, path)
+    _check_blocks(header, (arrival for arrival, _ in arrivals), path)
     return Trace(
         header=header,
-        arrivals=tuple(sorted(arrivals, key=lambda a: a.time)),
+        arrivals=tuple(arrival for arrival, _ in arrivals),
         steps=tuple(r for r in records if isinstance(r, TraceStep)),
         finishes=tuple(r for r in records if isinstance(r, Finish)),
+        steps_before=tuple(steps for _, steps in arrivals),
     )
+
+
+def _arrivals(records: Iterable[TraceRecord]) -> Iterator[tuple[Arrival, int]]:
+    steps = 0
+    for record in records:
+        steps += isinstance(record, TraceStep)
+        if isinstance(record, Arrival):
+            yield record, steps
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:

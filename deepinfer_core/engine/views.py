@@ -1,4 +1,4 @@
-"""What a scheduling policy sees: read-only copies of the planner's state."""
+"""What a scheduling policy sees: the planner's state as read-only arrays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from deepinfer_core.api import RequestArrays, RequestView, SystemView
 
 from .request import Request
+from .waiting import RequestIds
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -51,48 +52,39 @@ def _frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _waiting(planner: Planner) -> RequestArrays:
     columns = planner.waiting.columns()
-    count = len(planner.waiting)
-    whole = {name: _frozen(values.astype(np.int64)) for name, values in columns.items() if name in _WHOLE}
+    nothing = _frozen(np.zeros(len(planner.waiting), np.int64))
     return RequestArrays(
         ids=planner.waiting.ids(),
-        arrival=_frozen(columns["arrival"]),
-        prompt=whole["prompt"],
-        cached=whole["cached"],
-        computed=_frozen(np.zeros(count, np.int64)),
-        output=whole["output"],
-        max_tokens=whole["max_tokens"],
-        priority=whole["priority"],
-        tenant=whole["tenant"],
-        deadline=_frozen(columns["deadline"]),
-        ttft_target=_frozen(columns["ttft"]),
-        tpot_target=_frozen(columns["tpot"]),
-        blocks=_frozen(np.zeros(count, np.int64)),
+        arrival=columns["arrival"],
+        prompt=columns["prompt"],
+        cached=columns["cached"],
+        computed=nothing,
+        output=columns["output"],
+        max_tokens=columns["max_tokens"],
+        priority=columns["priority"],
+        tenant=columns["tenant"],
+        deadline=columns["deadline"],
+        ttft_target=columns["ttft"],
+        tpot_target=columns["tpot"],
+        blocks=nothing,
     )
 
 
-_WHOLE = ("prompt", "cached", "output", "max_tokens", "priority", "tenant")
-
-
 def _running(planner: Planner) -> RequestArrays:
-    table = planner.slots
-    slots = np.array(table.by_arrival(), np.int64)
-    requests = [sequence.request for sequence in (table.sequence[s] for s in slots.tolist()) if sequence is not None]
-
-    def times(name: str) -> np.ndarray[Any, Any]:
-        return _frozen(np.array([np.inf if (v := getattr(r, name)) is None else v for r in requests], np.float64))
-
+    table, fields = planner.slots, planner.fields
+    slots = table.running[np.argsort(fields.number[table.running])]  # oldest arrival first
     return RequestArrays(
-        ids=[r.request_id for r in requests],
-        arrival=_frozen(np.array([r.metrics.arrival for r in requests], np.float64)),
+        ids=RequestIds(table.sequence, slots),
+        arrival=_frozen(fields.arrival[slots]),
         prompt=_frozen(table.prompt_len[slots]),
-        cached=_frozen(np.array([r.metrics.cached_tokens for r in requests], np.int64)),
+        cached=_frozen(fields.cached[slots]),
         computed=_frozen(table.computed[slots]),
         output=_frozen(table.committed[slots] - table.prompt_len[slots]),
         max_tokens=_frozen(table.max_len[slots] - table.prompt_len[slots]),
-        priority=_frozen(np.array([r.priority for r in requests], np.int64)),
-        tenant=_frozen(np.array([planner.waiting.tenant_index(r.tenant) for r in requests], np.int64)),
-        deadline=times("deadline"),
-        ttft_target=times("ttft_target"),
-        tpot_target=times("tpot_target"),
+        priority=_frozen(fields.priority[slots]),
+        tenant=_frozen(fields.tenant[slots]),
+        deadline=_frozen(fields.deadline[slots]),
+        ttft_target=_frozen(fields.ttft[slots]),
+        tpot_target=_frozen(fields.tpot[slots]),
         blocks=_frozen(planner.cache.held(slots)),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
 import re
 import shlex
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -17,6 +20,7 @@ from pages import PAGES, Block, anchors, blocks, commands, links, prose, spans, 
 
 import deepinfer_core
 from deepinfer_core import AsyncLLM, EngineConfig, SamplingParams, api
+from deepinfer_core.api import LazyRef
 from deepinfer_core.cli.program import BUILT_IN, program
 from deepinfer_core.config import all_settings, load_config
 from deepinfer_core.config.settings import FILE_VARIABLE
@@ -101,10 +105,7 @@ def test_a_command_is_one_that_exists(page: str, command: str) -> None:
 
 
 def check_deepinfer(words: list[str]) -> None:
-    context = click.Context(program)
-    found = program.get_command(context, words[0])
-    assert words[0] in BUILT_IN
-    assert found is not None
+    found = _command(words[0])
     found.make_context(words[0], list(words[1:]))  # raises for an unknown option or a value of the wrong type
     sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     load_config(sets=sets, environ={})
@@ -126,7 +127,7 @@ def check_pip(words: list[str]) -> None:
 def test_make_targets_and_options_in_the_text_exist(page: str) -> None:
     options = {"--help"} | {
         option
-        for name in BUILT_IN
+        for name in (*BUILT_IN, *plugin_commands())
         for parameter in _command(name).params
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
@@ -137,9 +138,23 @@ def test_make_targets_and_options_in_the_text_exist(page: str) -> None:
             assert shlex.split(span)[0].partition("=")[0] in options, span
 
 
+@functools.cache
+def plugin_commands() -> dict[str, LazyRef]:
+    """Commands of this repository's plugins, whether or not these are installed."""
+    found: dict[str, LazyRef] = {}
+    for declares in sorted((ROOT / "plugins").glob("*/*/plugin.py")):
+        if "def deepinfer_commands(" in declares.read_text(encoding="utf-8"):
+            sys.path.append(str(declares.parents[1]))
+            module = importlib.import_module(f"{declares.parent.name}.plugin")
+            found |= {info.name: info.command for info in module.deepinfer_commands()}
+    return found
+
+
 def _command(name: str) -> click.Command:
-    found = program.get_command(click.Context(program), name)
-    assert found is not None
+    found = (
+        plugin_commands()[name].load() if name not in BUILT_IN else program.get_command(click.Context(program), name)
+    )
+    assert isinstance(found, click.Command)
     return found
 
 

@@ -96,7 +96,7 @@ class QueueMachine(RuleBasedStateMachine):
         order = [self.waiting[number] for number in sorted(self.waiting)]
         assert len(self.queue) == len(order)
         assert list(self.queue) == [sequence for sequence, _ in order]
-        assert self.queue.ids() == [sequence.request.request_id for sequence, _ in order]
+        assert list(self.queue.ids()) == [sequence.request.request_id for sequence, _ in order]
         assert [self.queue.at(i) for i in range(len(order))] == [sequence for sequence, _ in order]
         assert self.queue.tenants == self.tenants
 

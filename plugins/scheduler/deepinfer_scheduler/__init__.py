@@ -1,0 +1,1 @@
+"""Scheduling policies on the public contract alone, and a simulator to compare them."""

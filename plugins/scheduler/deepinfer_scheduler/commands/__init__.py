@@ -1,0 +1,1 @@
+"""The ``deepinfer`` commands of this plugin."""

@@ -1,0 +1,68 @@
+"""``deepinfer profile-steps``: the cost table of a real engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from deepinfer_core.api import ConfigError
+from deepinfer_core.api.simulation import profile_steps as measure
+from deepinfer_scheduler.cost_table import fit, write_table
+
+
+@click.command("profile-steps")
+@click.option("--model", metavar="PATH", required=True, help="Checkpoint directory, GGUF file, or 'demo'.")
+@click.option("--accelerator", metavar="NAME", help="Backend to run on; 'auto' takes the best one present.")
+@click.option("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16.")
+@click.option("--out", metavar="FILE", required=True, help="Cost table to write, for `simulate --cost-table`.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times each point is measured."
+)
+@click.option("--max-batch-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Largest step.")
+@click.option("--max-running", type=click.IntRange(min=1), default=64, show_default=True, help="Most decode rows.")
+@click.option("--max-model-len", type=click.IntRange(min=32), help="Longest context.  [default: the checkpoint's]")
+@click.option("--num-blocks", type=click.IntRange(min=2), help="Cache blocks.  [default: as memory allows]")
+@click.option("--processor-time", is_flag=True, help="Count processor time only, for a busy host.")
+def profile_steps(
+    model: str,
+    accelerator: str | None,
+    dtype: str | None,
+    out: str,
+    rounds: int,
+    processor_time: bool,
+    **limits: int | None,
+) -> int:
+    """Measure what steps cost over a grid of prompt rows, decode rows and contexts, and write the table.
+
+    deepinfer profile-steps --model demo --max-batch-tokens 256 --max-running 16 --out costs.json
+    """
+    settings: dict[str, Any] = {
+        "model.path": model,
+        "accelerator": accelerator,
+        "model.dtype": dtype,
+        "scheduling.max_batch_tokens": limits["max_batch_tokens"],
+        "scheduling.max_running": limits["max_running"],
+        "model.max_model_len": limits["max_model_len"],
+        "kv_cache.num_blocks": limits["num_blocks"],
+    }
+    given = {key: value for key, value in settings.items() if value is not None}
+    try:
+        open(out, "a", encoding="utf-8").close()  # an hour of measuring should not end here
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    clock = time.process_time if processor_time else time.monotonic
+    table = fit(measure({**given, "logging.level": "warning"}, rounds=rounds, progress=_show, clock=clock))
+    click.echo(err=True)
+    write_table(table, out)
+    facts = table.facts
+    click.echo(
+        f"{out}: {facts['steps']} steps, {facts['left_out']} of them left out as disturbed; "
+        f"the table is off by {facts['median_error']:.1%} (median) and {facts['p90_error']:.1%} (90th percentile)"
+    )
+    return 0
+
+
+def _show(line: str) -> None:
+    click.echo(f"\r{line:<78}", nl=False, err=True)

@@ -1,0 +1,1 @@
+"""Where simulated requests come from: trace files of several shapes, and generators."""
