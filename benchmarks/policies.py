@@ -115,9 +115,9 @@ def planning(policy: Policy, steps: int) -> dict[str, float]:
 
 LOADS: dict[str, tuple[Load, Load, tuple[float, ...], SimulationConfig]] = {
     # name: the load, the quick load, factors on its rate, the engine
-    "chat": (Load(requests=4000, rate=20), Load(requests=300, rate=20), (0.5, 1.0, 1.5, 2.0), SERVER),
-    "agents": (Load(requests=1500, rate=1.5), Load(requests=120, rate=1.5), (0.5, 1.0, 1.5), SERVER),
-    "mixed": (Load(requests=4000, rate=12), Load(requests=300, rate=12), (0.5, 1.0, 1.5, 2.0), SERVER),
+    "chat": (Load(requests=1500, rate=20), Load(requests=300, rate=20), (0.5, 1.0, 2.0), SERVER),
+    "agents": (Load(requests=300, rate=1.5), Load(requests=60, rate=1.5), (0.5, 1.0, 1.5), SERVER),
+    "mixed": (Load(requests=1500, rate=12), Load(requests=300, rate=12), (0.5, 1.0, 2.0), SERVER),
 }
 
 
@@ -193,7 +193,7 @@ def fair_claim(quick: bool) -> dict[str, Any]:
 def cache_claim(quick: bool) -> dict[str, Any]:
     """Conversations whose contexts do not all fit the cache, with requests waiting."""
     config = attrs.evolve(SERVER, num_blocks=4001, max_running=8)
-    source = synthetic("agents", Load(requests=250 if quick else 1200, rate=2.5))
+    source = synthetic("agents", Load(requests=250 if quick else 600, rate=2.5))
     found: dict[str, Any] = {}
     for name in ("fcfs", "cache_aware"):
         figures = simulate(named_policy(name), config, source.requests(config))
