@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from deepinfer_core.api import (
@@ -28,6 +29,12 @@ HOST_SCORE = 60
 """Of operators made for the host's processor. A backend's own, which say 100 and more, come first."""
 ANY_SCORE = 20
 """Of those that run the reference operators on any device, in a form that keeps a row's bits."""
+
+TRITON_SCORE = 40
+"""Of kernels for any device that Triton compiles for."""
+WIDEST_ROW = 65536
+"""Channels that a kernel keeps in registers."""
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 PROOFS = "tests/batch_invariance"
 
@@ -89,6 +96,27 @@ def _any(_: Any) -> Supports:
     return yes(ANY_SCORE)
 
 
+def _triton(request: Any) -> Supports:
+    """Yes on devices other than the host, where Triton is installed, for the floats its kernels take."""
+    if request.device_type == "cpu":
+        return no("kernels for devices other than the host")
+    if find_spec("triton") is None:
+        return no("triton is not installed: pip install 'deepinfer-batch-invariance[triton]'")
+    for field in ("dtype", "out_dtype"):
+        value = getattr(request, field, "float32")
+        if value not in KERNEL_DTYPES:
+            return no(f"{field} {value}: expected one of {', '.join(KERNEL_DTYPES)}")
+    if getattr(request, "hidden", 0) > WIDEST_ROW and request.op == "pointwise.rms_norm":
+        return no(f"hidden {request.hidden}: keeps a whole row, up to {WIDEST_ROW}")
+    return yes(TRITON_SCORE, "not run on hardware")
+
+
+def _triton_linear(request: Any) -> Supports:
+    if request.weight_dtype.startswith(("fp8:", "fp4:")):
+        return no(f"does not decode weights stored as {request.weight_dtype}")
+    return _triton(request)
+
+
 @hookimpl
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     host, by_tiles = "test_gemm.py::test_rows_alone_and_together", "test_any_device.py::test_gemm"
@@ -96,6 +124,13 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         _provider("linear", "gemm.linear", "linear:TiledLinear", _host_linear, proof=host),
         _provider("batched", "gemm.batched", "linear:TiledBatchedLinear", _host_linear, proof=host),
         _provider("grouped", "gemm.grouped", "linear:TiledGroupedLinear", _host_linear, proof=host),
+        _provider(
+            "triton_linear",
+            "gemm.linear",
+            "triton_ops:FixedTileLinear",
+            _triton_linear,
+            proof="test_triton.py::test_gemm",
+        ),
         _provider("linear_by_tiles", "gemm.linear", "by_tiles:LinearByTiles", _any, proof=by_tiles),
         _provider("batched_by_tiles", "gemm.batched", "by_tiles:BatchedLinearByTiles", _any, proof=by_tiles),
         _provider(
@@ -137,6 +172,9 @@ def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:
         _provider("route", "moe.route", "moe:Route", _host(), proof=proof),
         _provider("route_rows_alone", "moe.route", "rows_alone:RouteRowsAlone", _any, proof=proof),
         _provider("local", "moe.exchange", "moe:LocalExchange", _any, proof=proof),
+        _provider(
+            "triton_local", "moe.exchange", "triton_ops:OrderedExchange", _triton, proof="test_triton.py::test_combine"
+        ),
     ]
 
 
@@ -150,6 +188,7 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
 
     return [
         pointwise("rms_norm", "rms_norm", "pointwise:RmsNorm", float32),
+        pointwise("triton_rms_norm", "rms_norm", "triton_ops:RowNorm", _triton, "test_triton.py::test_norm"),
         pointwise("swiglu", "swiglu", "pointwise:Swiglu", float32),
         pointwise("rope", "rope", "pointwise:Rope", float32),
         pointwise("hyper_connection", "hyper_connection", "hyper_connection:HyperConnection", float32),
@@ -162,18 +201,27 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
     ]
 
 
-def _stage(stage: str, target: str = "sampling:StageByRow") -> Provider:
+def _stage(
+    name: str,
+    stage: str,
+    target: str = "sampling:StageByRow",
+    serves: Verdict = _any,
+    proof: str = "test_sampling.py::test_rows_alone_and_together",
+) -> Provider:
     def supports(request: SamplingRequest) -> Supports:
-        return _any(request) if request.stage == stage else no(f"serves stage {stage!r}, not {request.stage!r}")
+        return serves(request) if request.stage == stage else no(f"serves stage {stage!r}, not {request.stage!r}")
 
-    proof = "test_sampling.py::test_rows_alone_and_together"
-    return _provider(f"{stage}_by_row", SamplingRequest.op, target, supports, proof=proof, caps=CAPS | {"device_state"})
+    return _provider(name, SamplingRequest.op, target, supports, proof=proof, caps=CAPS | {"device_state"})
 
 
 @hookimpl
 def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
-    stages = [_stage(name) for name in ("min_p", "top_k", "top_p", "draw")]
-    return [*stages, _stage("verify", "sampling:VerifyByRow"), _stage("logprobs", "sampling:LogprobsByRow")]
+    return [
+        *(_stage(f"{stage}_by_row", stage) for stage in ("min_p", "top_k", "top_p", "draw")),
+        _stage("verify_by_row", "verify", "sampling:VerifyByRow"),
+        _stage("logprobs_by_row", "logprobs", "sampling:LogprobsByRow"),
+        _stage("triton_logprobs", "logprobs", "triton_ops:RowLogprobs", _triton, "test_triton.py::test_log_softmax"),
+    ]
 
 
 @hookimpl
