@@ -36,6 +36,7 @@ class Scenario:
         settings: of the engine, above the user's own.
         batches: requests of each run; the probes stand first, last or in the middle of them in turn.
         repeat: runs before the one that is compared, for the prefix cache to be warm.
+        pool: tokens per block -> blocks of the cache, where the scenario is about a small one.
         happened: whether the run's outputs show what the scenario is for; otherwise it proves nothing.
     """
 
@@ -43,6 +44,7 @@ class Scenario:
     settings: Settings = attrs.field(factory=dict)
     batches: tuple[int, ...] = (1,)
     repeat: int = 0
+    pool: Callable[[int], int] | None = None
     happened: Callable[[Sequence[Any]], bool] = attrs.field(default=lambda outputs: True)
 
 
@@ -65,17 +67,18 @@ class Result:
     happened: bool
 
 
-def scenarios(
-    prompt_tokens: int, max_tokens: int, *, large: bool, more: Mapping[str, Settings], block: int = 16
-) -> list[Scenario]:
+def scenarios(prompt_tokens: int, max_tokens: int, *, large: bool, more: Mapping[str, Settings]) -> list[Scenario]:
     """All kinds.
 
     Args:
-        prompt_tokens, max_tokens: of the probes. block: tokens of a cache block.
+        prompt_tokens, max_tokens: of the probes.
         more: name -> settings of further scenarios (a drafter, a policy).
     """
-    # A pool that takes two prompts in and then holds one whole request.
-    tight = 1 + max(-(-(prompt_tokens + max_tokens) // block), 2 * -(-prompt_tokens // block))
+
+    def tight(block: int) -> int:
+        """A pool that takes two prompts in and then holds one whole request."""
+        return 1 + max(-(-(prompt_tokens + max_tokens) // block), 2 * -(-prompt_tokens // block))
+
     chosen = [
         Scenario(name="in a batch", batches=BATCHES),
         *(
@@ -86,7 +89,8 @@ def scenarios(
         Scenario(name="without a prefix cache", settings={"kv_cache.prefix_cache": False}),
         Scenario(
             name="preempted and resumed",
-            settings={"kv_cache.num_blocks": tight, "kv_cache.block_size": block, "kv_cache.prefix_cache": False},
+            settings={"kv_cache.prefix_cache": False},
+            pool=tight,
             batches=(3, 8),
             happened=_any(lambda m: m.preemptions > 0),
         ),
@@ -138,10 +142,12 @@ class Matrix:
         recorder = Recorder([probe.prompt for probe in self.probes]) if self.watch else None
         with self._open({"kv_cache.prefix_cache": False}, recorder) as llm:
             alone = [_facts(self._generate(llm, [probe])[0]) for probe in self.probes]
+            block: int = llm.engine.planned.config.kv_cache.block_size
         for scenario in chosen:
             if recorder is not None:
                 recorder.forget_differences()
-            with self._open(scenario.settings, recorder) as llm:
+            pool = {} if scenario.pool is None else {"kv_cache.num_blocks": scenario.pool(block)}
+            with self._open({**scenario.settings, **pool}, recorder) as llm:
                 yield self._compared(llm, scenario, alone, recorder)
 
     def _compared(self, llm: Any, scenario: Scenario, alone: list[Any], recorder: Recorder | None) -> Result:
