@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import pluggy
 
 from .commands import CommandInfo
+from .constraint import ConstraintInfo
 from .device import DeviceInfo, NoDevice, ProbeEnv
 from .metrics import MetricsSinkInfo
 from .model import ModelInfo
@@ -207,6 +208,21 @@ def deepinfer_speculation() -> Sequence[DrafterInfo]:  # type: ignore[empty-body
     @hookimpl
     def deepinfer_speculation():
         return [DrafterInfo(name="lookup", help="repeat what followed before", factory=LazyRef("my_drafts:Lookup"))]
+    ```
+    """
+
+
+@hookspec
+def deepinfer_constraints() -> Sequence[ConstraintInfo]:  # type: ignore[empty-body]
+    """Compilers of grammars for `structured_outputs.backend`, as `ConstraintInfo` records; `factory` is called with the
+    plugin's settings, or None, and the `Vocabulary`, when the first request with a grammar arrives. `auto` takes the
+    highest `priority`. [structured output](structured_output.md) describes the one there is. Provisional until two
+    plugins use it.
+
+    ```python
+    @hookimpl
+    def deepinfer_constraints():
+        return [ConstraintInfo(name="automata", help="patterns only", factory=LazyRef("my_automata:Compiler"))]
     ```
     """
 

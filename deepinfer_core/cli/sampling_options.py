@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +21,18 @@ def _biases(ctx: click.Context, parameter: click.Parameter, items: Sequence[str]
             raise click.BadParameter(f"{item!r}: expected TOKEN_ID=BIAS, as in 42=-1.5") from None
     return biases or None
 
+
+def _file_text(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{path!r}: {error}") from None
+
+
+_FORMS = {"json_schema": "json", "regex": "regex", "grammar": "ebnf"}
+"""Option -> key of structured_outputs."""
 
 _OPTIONS = (
     click.option("--max-tokens", type=int, help=f"Most tokens to write.  [default: {DEFAULT_MAX_TOKENS}]"),
@@ -41,6 +54,13 @@ _OPTIONS = (
         "--logit-bias", metavar="ID=BIAS", multiple=True, callback=_biases, help="Added to a token's logit; repeatable."
     ),
     click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Never written; may be repeated."),
+    click.option(
+        "--json-schema", metavar="FILE", callback=_file_text, help="The text is JSON that this JSON Schema accepts."
+    ),
+    click.option("--regex", metavar="PATTERN", help="The whole text matches this regular expression."),
+    click.option(
+        "--grammar", metavar="FILE", callback=_file_text, help="The text follows this EBNF, from its rule root."
+    ),
     click.option("--logprobs", type=int, help="With --json: this many likeliest tokens at each position."),
     click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt's tokens."),
 )
@@ -67,4 +87,9 @@ def sampling_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
         # By identity: a temperature of 0 is a value, and equals False.
         if value is not None and value is not False and value != ():
             arguments[name] = list(value) if isinstance(value, tuple) else value
+    forms = {option: values[option] for option in _FORMS if values[option] is not None}
+    if len(forms) > 1:
+        raise click.UsageError(f"--{' and --'.join(forms).replace('_', '-')} are different forms: give one of them")
+    for option, text in forms.items():
+        arguments["structured_outputs"] = {_FORMS[option]: text}
     return arguments

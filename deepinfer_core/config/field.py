@@ -46,6 +46,11 @@ def each_positive() -> Check:
     )
 
 
+def positive() -> Check:
+    """A finite number above 0."""
+    return Check("above 0", lambda value: 0 < value < math.inf)
+
+
 def not_empty() -> Check:
     return Check("not empty", bool)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from .field import at_least, each_positive, fraction, not_empty, only, setting
+from .field import at_least, each_positive, fraction, not_empty, only, positive, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -133,6 +133,25 @@ class StructuredOutputsConfig:
         "auto",
         help="Grammar compiler, as `name` or `plugin:name`. `auto`: the one that is installed.",
         check=not_empty(),
+    )
+    compile_seconds: float = setting(
+        20.0,
+        help="A request whose grammar is not compiled by then ends with an error.",
+        unit="seconds",
+        check=positive(),
+    )
+    compile_threads: int = setting(2, help="Threads that compile grammars.", check=at_least(1))
+    cache_bytes: int = setting(
+        256 << 20, help="Compiled grammars kept for the next request.", unit="bytes", check=at_least(0)
+    )
+    compiled_bytes: int = setting(
+        64 << 20, help="A grammar that takes more memory compiled is refused.", unit="bytes", check=at_least(1)
+    )
+    jump_forward: int = setting(
+        32,
+        help="Most tokens that one step takes because the grammar allows nothing else. 0: none, each has its own step.",
+        unit="tokens",
+        check=at_least(0),
     )
 
 

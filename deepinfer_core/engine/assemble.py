@@ -21,6 +21,7 @@ from deepinfer_core.plugins import OpTable, WrapOp, freeze
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
 
 from .commit import Committer
+from .constraint_open import open_constraints
 from .core import EngineCore
 from .decode_graphs import DecodeGraphs
 from .intake import Intake, Limits
@@ -162,6 +163,15 @@ def build_engine(
         )
         if source:
             planned.plan = attrs.evolve(planned.plan, facts={**planned.plan.facts, "cost table": source})
+    ends = eos_token_ids(checkpoint, tokenizer)
+    constraints = open_constraints(
+        planned,
+        tokenizer,
+        token_limit=token_limit,
+        eos_token_ids=ends,
+        jumps=runner.drafting is None,
+        clock=clock,
+    )
     committer = Committer(
         planner=planner,
         needs=runner.needs,
@@ -177,7 +187,7 @@ def build_engine(
         max_running=slots.slots,
         max_batch_tokens=config.scheduling.max_batch_tokens,
         chunked_prefill=config.scheduling.chunked_prefill,
-        eos_token_ids=eos_token_ids(checkpoint, tokenizer),
+        eos_token_ids=ends,
         cache_domain=cache_domain(planned, checkpoint),
         extra_arguments={name: argument for info in planned.stages for name, argument in info.arguments.items()},
     )
@@ -185,9 +195,15 @@ def build_engine(
     return Engine(
         planned=planned,
         core=EngineCore(
-            planner=planner, runner=runner, committer=committer, ahead=ahead, speculator=speculator, clock=clock
+            planner=planner,
+            runner=runner,
+            committer=committer,
+            ahead=ahead,
+            speculator=speculator,
+            constraints=None if isinstance(constraints, str) else constraints,
+            clock=clock,
         ),
-        intake=Intake(limits, tokenizer),
+        intake=Intake(limits, tokenizer, constraints),
         tokenizer=tokenizer,
         ops=ops,
         model=model,

@@ -13,10 +13,10 @@ from deepinfer_core.api import Device, Verified
 from deepinfer_core.tokenizer import Tokenizer
 
 from .host_logprobs import HostLogprobs
+from .launched_step import LaunchedStep, ReadyStep, StepResult
 from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogprobs
 from .planner import Planner
 from .request import Request, Sequence
-from .runner import LaunchedStep, ReadyStep, StepResult
 from .settle import publish, release_finished
 from .slot_needs import SlotNeeds
 from .speculation import Speculator, accepted_drafts
@@ -165,9 +165,10 @@ class Committer:
         """
         table = self.slots
         kept, computed = np.ones(len(tokens), bool), plan.starts + plan.counts
-        if self.speculator is None:
+        if self.speculator is None and not plan.drafts:
             return kept, computed, []
-        self.speculator.hold()
+        if self.speculator is not None:
+            self.speculator.hold()
         accepted, drafted = accepted_drafts(plan, tokens), []
         planned = step.plan.samples - plan.samples  # drafts that were planned and did not come
         ends = np.cumsum(plan.samples)
@@ -186,6 +187,9 @@ class Committer:
             sequence = table.sequence[slot]
             if sequence is None or sequence.status != "running" or len(drafts) == 0:
                 continue  # nothing to judge; or it was aborted meanwhile, and the drafter told so
+            if slot in plan.forced:
+                sequence.request.metrics.forced_tokens += good
+                continue
             sequence.request.metrics.proposed_drafts += len(drafts)
             sequence.request.metrics.accepted_drafts += good
             rejects = plan.rejects is not None and bool(plan.rejects[request])
@@ -269,10 +273,15 @@ class Committer:
             ids = [] if open_match else self._unstreamed(sequence, token)
             if delta or ids:
                 out.post(request, StreamDelta(request.request_id, sequence.child, delta, ids))
-        if stops:
+        failed = None if sequence.constraint is None else sequence.constraint.advance(token)
+        if failed is not None:
+            self.finish(sequence, "error", out, error=failed)
+        elif stops:
             self.finish(sequence, "stop", out, stop_reason=None if token in request.eos_token_ids else token)
         elif stopped is not None:
             self.finish(sequence, "stop", out, stop_reason=stopped)
+        elif sequence.constraint is not None and sequence.constraint.finished:
+            self.finish(sequence, "stop", out)
         elif full:
             self.finish(sequence, "length", out)
 
@@ -334,6 +343,7 @@ class _LogprobRows:
     def __init__(self, result: StepResult, device: Device) -> None:
         assert result.sampled is not None
         self._sampled = result.sampled
+        self._masks = result.masks
         self._where: dict[int, tuple[HostLogprobs, int]] = {}
         needs = result.ready.needs
         for rows, part in ((needs.raw_rows, result.sampled.raw), (needs.processed_rows, result.sampled.processed)):
@@ -345,6 +355,8 @@ class _LogprobRows:
         return self._where[row]
 
     def why_no_token(self, row: int) -> RequestError:
+        if self._masks is not None and row in self._masks.errors:
+            return RequestError("constraint", self._masks.errors[row])
         if row in self._sampled.errors:
             return RequestError("internal", self._sampled.errors[row])
         logits = self._sampled.logits[row]

@@ -14,13 +14,19 @@ import structlog
 from deepinfer_core.api import InvalidRequestError
 
 from .commit import Committed, Committer
+from .constraint import Constraints
+from .launched_step import LaunchedStep
 from .outputs import FinishReason, RequestError
 from .planner import Planner
 from .request import Request
-from .runner import LaunchedStep, Runner
+from .runner import Runner
 from .speculation import Speculator
+from .step_plan import StepPlan
 
 log = structlog.get_logger("deepinfer.engine")
+
+IDLE_SECONDS = 0.01
+"""How long a loop with nothing to run waits for a grammar before it looks at its requests again."""
 
 
 class EngineCore:
@@ -38,6 +44,7 @@ class EngineCore:
         committer: Committer,
         ahead: int,
         speculator: Speculator | None = None,
+        constraints: Constraints | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.planner = planner
@@ -45,11 +52,13 @@ class EngineCore:
         self.committer = committer
         self.ahead = ahead
         self.speculator = speculator
+        self.constraints = constraints
         self.clock = clock
         self.observer = planner.observer
         self.requests: dict[str, Request] = {}
         self._launched: deque[LaunchedStep] = deque()
         self._expiry: list[tuple[float, str]] = []
+        self._forced: frozenset[int] = frozenset()
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,14 +79,20 @@ class EngineCore:
         out = Committed()
         for request in requests:
             self.requests[request.request_id] = request
+            held = self.constraints is not None and request.params.structured_outputs is not None
             for sequence in request.sequences:
-                self.planner.enqueue(sequence)
+                self.planner.enqueue(sequence, held=held)
             answer = self.planner.guard.admit(request)
             if not answer.accepted:
                 error = RequestError("rejected", f"the scheduling policy refused the request: {answer.reason}")
                 self._end(request, "error", out, error)
-            elif request.expires is not None:
+                continue
+            if request.expires is not None:
                 self._watch(request.expires, request.request_id)
+            if self.constraints is not None and self.constraints.begin(request):
+                for sequence in request.sequences:
+                    self.observer.waits(sequence, "its grammar, which is being compiled")
+                self._release_compiled(out)
         return self._collect(out)
 
     def abort(self, request_ids: Iterable[str]) -> Committed:
@@ -92,7 +107,8 @@ class EngineCore:
     def step(self) -> Committed:
         """Launch what can run and commit what is due. Returns what became known; empty when nothing did."""
         expired = self._expire()
-        must_commit = self.planner.needs_drain and bool(self._launched)
+        self._release_compiled(expired)
+        must_commit = (self.planner.needs_drain and bool(self._launched)) or self._commits_first
         done = self._commit_oldest() if must_commit else self._launch_and_commit()
         done.finished[:0] = expired.finished
         done.streamed[:0] = expired.streamed
@@ -112,17 +128,54 @@ class EngineCore:
         self.abort(list(self.requests))
         self.drain()
         self.runner.close()
+        if self.constraints is not None:
+            self.constraints.close()
 
     def _launch_and_commit(self) -> Committed:
         started = self.clock()
         plan = self.planner.plan(self._drafts())
         if plan is not None:
             planned = self.clock()
-            self._launched.append(self.runner.launch(plan))
+            plan.forced = self._forced & plan.drafts.keys()
+            self._launched.append(self._launch(plan))
             self.observer.launched(plan, started, planned)
+        elif not self._launched and self.constraints is not None and self.constraints.waiting:
+            self.constraints.wait(IDLE_SECONDS)
         if len(self._launched) > (self.ahead if plan is not None else 0):
             return self._commit_oldest()
         return Committed()
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        """Rows that follow a grammar are sampled after the commit of every step before theirs."""
+        constraints, slots = self.constraints, self.planner.slots
+        if constraints is None or not constraints.constrains(plan, slots):
+            return self.runner.launch(plan)
+        if self._launched and self.runner.drafting is None:
+            return self.runner.launch(plan, hold=True)
+        return self.runner.launch(plan, lambda known: constraints.masks(known, slots))
+
+    @property
+    def _commits_first(self) -> bool:
+        """Drafts of a device drafter are known inside the step; masks need them, and the commit before it."""
+        constraints = self.constraints
+        if self.runner.drafting is None or constraints is None or not self._launched:
+            return False
+        return constraints.any_running(self.planner.slots)
+
+    def _sample_held(self, step: LaunchedStep) -> None:
+        """All steps before this one are committed: sample it, if it waited for that."""
+        if step.held is not None and self.constraints is not None:
+            step.sample(self.constraints.masks(step.plan, self.planner.slots))
+
+    def _release_compiled(self, out: Committed) -> None:
+        """Requests whose grammar is compiled join the queue, or end if it could not be."""
+        for request, error in self.constraints.ready() if self.constraints is not None else ():
+            if error is not None:
+                self._end(request, "error", out, error)
+                continue
+            for sequence in request.sequences:
+                sequence.waiting_for = "queued"
+                self.planner.release(sequence)
 
     def _watch(self, expires: float, request_id: str) -> None:
         """Remember a time limit, and forget those of requests that ended, once these are the larger part."""
@@ -142,17 +195,36 @@ class EngineCore:
         return out
 
     def _end(self, request: Request, reason: FinishReason, out: Committed, error: RequestError | None = None) -> None:
+        if self.constraints is not None:
+            self.constraints.forget(request)
         for sequence in request.sequences:
             if sequence.status != "finished":
                 self.committer.finish(sequence, reason, out, error=error)
 
     def _drafts(self) -> dict[int, np.ndarray[Any, Any]]:
-        if self.speculator is None:
+        """Tokens that grammars leave no choice about come first; a drafter guesses for the other rows."""
+        if self.speculator is None and self.constraints is None:
             return {}
-        return self.speculator.propose(self.planner.decoding_slots(), self.planner.slots)
+        table, slots = self.planner.slots, self.planner.decoding_slots()
+        forced = {} if self.constraints is None else self.constraints.forced(slots, table)
+        self._forced = frozenset(forced)
+        if self.speculator is None:
+            return forced
+        if forced:
+            slots = slots[~np.isin(slots, list(forced))]
+        guesses = self.speculator.propose(slots, table)
+        return {**forced, **(guesses if self.constraints is None else self.constraints.legal(guesses, table))}
 
     def _commit_oldest(self) -> Committed:
         step = self._launched.popleft()
+        self._sample_held(step)
+        try:
+            return self._commit(step)
+        finally:
+            if self._launched:
+                self._sample_held(self._launched[0])
+
+    def _commit(self, step: LaunchedStep) -> Committed:
         self.observer.wait_starts(step.plan, step.event)
         try:
             result = step.event.wait()
@@ -178,8 +250,8 @@ class EngineCore:
                 log.warning("out of memory: the step is tried again with fewer tokens", tokens=step.plan.num_tokens)
                 lost = [step, *self._launched]
                 self._launched.clear()
-                for later in lost[1:]:
-                    _wait_quietly(later)
+                for each in lost:
+                    _wait_quietly(each)
                 self.committer.lose(lost)
                 return Committed()
             return self.committer.fail(step, RequestError("out_of_memory", str(error)))
@@ -196,6 +268,8 @@ class EngineCore:
 def _wait_quietly(step: LaunchedStep) -> None:
     """Let a step that is lost anyway finish, so that nothing of it runs while its blocks change hands."""
     try:
+        for masks in step.masks:
+            masks.wait()
         step.event.wait()
     except Exception as error:
-        log.debug("a later step failed too", step=step.plan.number, error=str(error))
+        log.debug("the step failed", step=step.plan.number, error=str(error))

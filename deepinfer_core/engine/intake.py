@@ -14,6 +14,7 @@ from deepinfer_core.api import InvalidRequestError, StageArgument
 from deepinfer_core.tokenizer import IncrementalDetokenizer, Tokenizer
 
 from .block_hash import domain_key
+from .constraint import Constraints
 from .outputs import RequestMetrics
 from .request import Request
 from .request import Sequence as RequestSequence
@@ -71,9 +72,11 @@ def split_params(params: Any, count: int) -> list[SamplingParams]:
 class Intake:
     """Validates prompts and parameters and makes requests of them."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, limits: Limits, tokenizer: Tokenizer | None, constraints: Constraints | str) -> None:
+        """``constraints``: who compiles grammars, or why nobody does."""
         self.limits = limits
         self.tokenizer = tokenizer
+        self.constraints = constraints
         self._numbers = itertools.count(1)
 
     def request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, now: float, stream: bool) -> Request:
@@ -127,7 +130,8 @@ class Intake:
                     min_tokens=params.min_tokens,
                 )
             sequence.logprobs = None if params.logprobs is None else []
-            sequence.needs_host = stream or bool(params.stop) or params.logprobs is not None
+            watched = stream or bool(params.stop) or params.logprobs is not None
+            sequence.needs_host = watched or params.structured_outputs is not None
             request.sequences.append(sequence)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -191,6 +195,7 @@ class Intake:
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise InvalidRequestError("stop and bad_words are text, but the checkpoint has no tokenizer")
         self._check_extra(params)
+        self._check_constraint(params)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for item in getattr(params, name) or ():
                 token = item[0] if isinstance(item, tuple) else item
@@ -207,6 +212,21 @@ class Intake:
                     f"{name}={wanted}: {positions} positions of {width} entries are more than "
                     f"{WHOLE_VOCABULARY_LIMIT}: ask for fewer alternatives or tokens"
                 )
+
+    def _check_constraint(self, params: SamplingParams) -> None:
+        spec = params.structured_outputs
+        if spec is None:
+            return
+        if isinstance(self.constraints, str):
+            raise InvalidRequestError(f"structured_outputs: {self.constraints}")
+        bound = () if spec.bound_token_id is None else (spec.bound_token_id,)
+        for name, ids in (("trigger_token_ids", spec.trigger_token_ids), ("bound_token_id", bound)):
+            for token in ids:
+                if token >= self.limits.vocab_size:
+                    raise InvalidRequestError(
+                        f"so_args[{name!r}]: id {token}: expected an id in [0, {self.limits.vocab_size})"
+                    )
+        self.constraints.check(spec)
 
     def _check_extra(self, params: SamplingParams) -> None:
         known = self.limits.extra_arguments

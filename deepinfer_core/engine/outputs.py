@@ -11,11 +11,12 @@ from .timeline import TimelineEvent
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-ErrorCode = Literal["nan_logits", "no_allowed_token", "rejected", "timeout", "out_of_memory", "internal"]
+ErrorCode = Literal["nan_logits", "no_allowed_token", "constraint", "rejected", "timeout", "out_of_memory", "internal"]
 """Every code a :class:`RequestError` may carry.
 
 * ``nan_logits``: the model gave NaN or infinite logits for this request's row.
 * ``no_allowed_token``: masks and bans left no token to choose.
+* ``constraint``: the grammar of the output could not be compiled, or failed later.
 * ``rejected``: the scheduling policy refused the request.
 * ``timeout``: the request's own time limit passed.
 * ``out_of_memory``: the device has no room for this request even when it runs alone.
@@ -73,6 +74,7 @@ class RequestMetrics:
         cached_tokens: what the prefix cache gave. preemptions: how often a completion had to start again.
         output_tokens: of all completions. longest_output: of the longest one.
         proposed_drafts, accepted_drafts: draft tokens verified, and those of them that were right.
+        forced_tokens: tokens that a grammar left no choice about, taken without a step of their own.
         timeline: ``(time, event, detail)``, in order of time; see :class:`TimelineEvent`.
     """
 
@@ -86,6 +88,7 @@ class RequestMetrics:
     longest_output: int = 0
     proposed_drafts: int = 0
     accepted_drafts: int = 0
+    forced_tokens: int = 0
     timeline: list[TimelineEvent] = attrs.field(factory=list)
 
     @property

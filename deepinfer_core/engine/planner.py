@@ -93,11 +93,17 @@ class Planner:
         count = len(sequence.tokens) if sequence.slot < 0 else int(self.slots.committed[sequence.slot])
         return extend_keys(sequence.keys, sequence.request.root_key, known, count, self.cache.block_size)
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
+        """A sequence arrives. A held one is not in the queue before :meth:`release`."""
+        if not held:
+            self.release(sequence)
+        self.tell("queued", sequence, sequence.prompt_len)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence may run from now on."""
         hit = self.lookup(sequence)
         self.waiting.add(sequence, hit.tokens)
         self.prefixes.watch(sequence, hit)
-        self.tell("queued", sequence, sequence.prompt_len)
 
     def lookup(self, sequence: Sequence) -> PrefixHit:
         if not sequence.request.reads_prefix_cache:
@@ -114,11 +120,11 @@ class Planner:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended: waiting, or running with nothing in flight."""
-        if sequence.slot < 0:
-            self._leave_queue(sequence)
-        else:
+        if sequence.slot >= 0:
             self.cache.release(sequence.slot)
             self.slots.give_back(sequence.slot)
+        elif sequence in self.waiting:
+            self._leave_queue(sequence)
         sequence.status = "finished"
 
     def _leave_queue(self, sequence: Sequence) -> None:

@@ -19,6 +19,7 @@ from deepinfer_core.api import (
     CheckpointError,
     Choice,
     ConfigError,
+    ConstraintInfo,
     Device,
     DrafterInfo,
     EnginePlan,
@@ -48,12 +49,12 @@ from deepinfer_core.plugins import (
 )
 
 from .block_size import fit_block_size
+from .constraint_open import choose_compiler
 from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
 from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, own_keys, read_needs, with_module
-from .unavailable import refuse_unavailable
 
 PROVIDER_HOOKS = (
     "deepinfer_attention",
@@ -70,7 +71,8 @@ PROVIDER_HOOKS = (
 class PlannedEngine:
     """A plan and what it was made from, ready to load weights.
 
-    ``objections`` are warnings of plugins about the combination; errors were raised.
+    ``objections`` are warnings of plugins about the combination; errors were raised. ``constraints`` is the plugin
+    and compiler of grammars; ``verifies_rows``: sampling is right when several rows belong to one request.
     """
 
     config: EngineConfig
@@ -82,6 +84,8 @@ class PlannedEngine:
     providers: list[tuple[str, Provider]]
     policy: Policy
     drafter: PlannedDrafter | None
+    constraints: tuple[str, ConstraintInfo] | None
+    verifies_rows: bool
     stages: tuple[StageInfo, ...]
     objections: tuple[str, ...]
 
@@ -139,7 +143,6 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     Raises:
         PluginError, DeviceError, PlanError, ConfigError, CheckpointError: whatever was asked for and cannot be met.
     """
-    refuse_unavailable(config)
     registry = open_registry(config, environ)
     chosen = pick_device(config, registry, environ)
     device: Device = chosen.device.provider.load()(chosen.device)
@@ -180,6 +183,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         drafter = attrs.evolve(drafter, module=attrs.evolve(module, choices=own))
         choices += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in own)
     policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
+    constraints = choose_compiler(config, registry)
     loop = loop_mode(config, spec, device, _sampling_providers(choices, providers), host_drafts=on_host)
     plan = EnginePlan(
         api=API_VERSION,
@@ -192,6 +196,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         drafter=None if drafter is None else f"{drafter.plugin}:{drafter.info.name}",
         features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
         facts={
+            **({} if constraints is None else {"grammars": f"{constraints[0]}:{constraints[1].name}"}),
             **device.describe(),
             "loop": loop,
             "decode_graphs": graph_mode(config, device, spec.ops, choices, providers),
@@ -212,6 +217,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         providers=providers,
         policy=policy_info.factory.load()(_settings(config, registry, policy_plugin)),
         stages=stages,
+        constraints=constraints,
+        verifies_rows=all("spec_verify" in p.caps for p in _sampling_providers(choices, providers)),
         drafter=drafter,
         objections=tuple(o.text for o in objections),
     )
@@ -356,6 +363,7 @@ def _plugins_named(config: EngineConfig) -> Iterable[str]:
         config.accelerator,
         config.scheduling.policy,
         config.speculation.method or "",
+        config.structured_outputs.backend,
         *config.logging.metrics,
     ):
         plugin, colon, _ = setting.partition(":")

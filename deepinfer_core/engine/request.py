@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
 
 from .outputs import FinishReason, RequestError, RequestMetrics, StreamDelta, TokenLogprobs
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .constraint import Constrained
 
 Status = Literal["waiting", "running", "finished"]
 
@@ -71,6 +74,7 @@ class Sequence:
         needs_host: its committed tokens must be looked at one by one (text, logprobs).
         streamed: how many output tokens the stream's deltas have carried.
         logprobs: of the output tokens, when asked for.
+        constraint: its grammar, when it has one.
     """
 
     request: Request
@@ -83,6 +87,7 @@ class Sequence:
     needs_host: bool = False
     streamed: int = 0
     detokenizer: Any = None
+    constraint: Constrained | None = None
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

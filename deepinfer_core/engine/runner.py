@@ -30,14 +30,16 @@ from deepinfer_core.api import (
     VerifyCost,
 )
 
+from .constraint_masks import StepMasks
 from .decode_graphs import DecodeGraphs
 from .device_state import DeviceState
 from .kv_cache import KVCache
+from .launched_step import FillMasks, LaunchedStep, Passed, ReadyStep, StepResult
 from .prompt_logprobs import PromptRows, prompt_rows
 from .sampler import LogprobRows, Sampled, Sampler, stage_order
-from .slot_needs import SamplingNeeds, SlotNeeds
+from .slot_needs import SlotNeeds
 from .slot_table import SlotTable
-from .speculation_device import BlockRows, DraftRuntime, Proposed, TargetRows, judged_rows
+from .speculation_device import BlockRows, DraftRuntime, TargetRows, judged_rows
 from .step_inputs import DraftInputs, Snapshot, StepInputs, snapshot, step_inputs
 from .step_plan import StepPlan
 
@@ -56,35 +58,6 @@ def runner_requests(device_type: str, demands: frozenset[str], block_size: int) 
         "slot_mapping": SlotMappingRequest(device_type=device_type, demands=demands, block_size=block_size),
         "append_tokens": AppendTokensRequest(device_type=device_type, demands=demands),
     }
-
-
-@attrs.frozen(kw_only=True)
-class ReadyStep:
-    """A step as it runs: its drafts are known."""
-
-    plan: StepPlan
-    inputs: StepInputs
-    needs: SamplingNeeds
-
-
-@attrs.define(kw_only=True)
-class StepResult:
-    """Device results of one step. ``prompts`` pairs with ``ready.inputs.prompts``; ``cost`` is of a drafting step."""
-
-    ready: ReadyStep
-    sampled: Sampled | None
-    prompts: list[LogprobsResult]
-    proposed: Proposed | None = None
-    cost: VerifyCost | None = None
-
-
-@attrs.define(kw_only=True)
-class LaunchedStep:
-    """A step on its way: what was planned, the prompt rows asked for, and the event of its end."""
-
-    plan: StepPlan
-    prompts: list[PromptRows]
-    event: Event[StepResult]
 
 
 class Runner:
@@ -125,21 +98,53 @@ class Runner:
         self.sampler = Sampler(ops, stage_order(extra_stages))
         self.needs = SlotNeeds(slots.slots, vocab_size=vocab_size, pads=token_limit < vocab_size, extra=extra_stages)
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Snapshot the step's inputs and give its device work to the stream."""
+    def launch(self, plan: StepPlan, fill: FillMasks | None = None, *, hold: bool = False) -> LaunchedStep:
+        """Snapshot the step's inputs and give its device work to the stream.
+
+        Args:
+            fill: for steps with rows that follow a grammar; the forward pass does not wait for the masks.
+            hold: launch the forward pass alone; the step is sampled when its masks can be made. Not with a device
+                drafter.
+        """
         taken = self._snapshot(plan)
+        if hold:
+            return self._launch_held(plan, taken)
         known = None
         if self.drafting is None:
             inputs = step_inputs(plan, taken)
             known = ReadyStep(plan=plan, inputs=inputs, needs=self.needs.of(inputs.sample_slots))
 
+        masks = [fill(plan)] if fill is not None and known is not None else []
+
         def work() -> StepResult:
             with torch.inference_mode():
                 if known is not None:
-                    return self._run(known)
-                return self._run_drafting(plan, taken)
+                    return self._run(known, masks=masks[0] if masks else None)
+                return self._run_drafting(plan, taken, fill, masks)
 
-        return LaunchedStep(plan=plan, prompts=taken.prompts, event=self.stream.submit(work))
+        return LaunchedStep(plan=plan, prompts=taken.prompts, event=self.stream.submit(work), masks=masks)
+
+    def _launch_held(self, plan: StepPlan, taken: Snapshot) -> LaunchedStep:
+        inputs = step_inputs(plan, taken)
+        ready = ReadyStep(plan=plan, inputs=inputs, needs=self.needs.of(inputs.sample_slots))
+        passed: list[Passed] = []
+
+        def forward() -> StepResult:
+            with torch.inference_mode():
+                passed.append(self._pass(ready, None))
+            return StepResult(ready=ready, sampled=None, prompts=passed[0].prompts)
+
+        def sample(masks: StepMasks) -> Event[StepResult]:
+            def work() -> StepResult:
+                if not passed:
+                    return event.wait()  # raises what the forward pass raised
+                with torch.inference_mode():
+                    return self._finish(ready, passed[0], None, masks)
+
+            return self.stream.submit(work)
+
+        event = self.stream.submit(forward)
+        return LaunchedStep(plan=plan, prompts=taken.prompts, event=event, held=sample)
 
     def close(self) -> None:
         self.stream.close()
@@ -157,20 +162,28 @@ class Runner:
 
     # ---- device side
 
-    def _run_drafting(self, plan: StepPlan, taken: Snapshot) -> StepResult:
+    def _run_drafting(
+        self, plan: StepPlan, taken: Snapshot, fill: FillMasks | None, masks: list[StepMasks]
+    ) -> StepResult:
         """A step whose drafts only the step before it knows."""
         assert self.drafting is not None
         try:
             resolved = self.drafting.resolve(plan)
             inputs = step_inputs(resolved, taken)
-            return self._run(
-                ReadyStep(plan=resolved, inputs=inputs, needs=self.needs.read(inputs.sample_slots)), self.drafting
-            )
+            if fill is not None:
+                masks.append(fill(resolved))
+            ready = ReadyStep(plan=resolved, inputs=inputs, needs=self.needs.read(inputs.sample_slots))
+            return self._run(ready, self.drafting, masks[0] if masks else None)
         except BaseException:
             self.drafting.forget()
             raise
 
-    def _run(self, ready: ReadyStep, drafting: DraftRuntime | None = None) -> StepResult:
+    def _run(
+        self, ready: ReadyStep, drafting: DraftRuntime | None = None, masks: StepMasks | None = None
+    ) -> StepResult:
+        return self._finish(ready, self._pass(ready, drafting), drafting, masks)
+
+    def _pass(self, ready: ReadyStep, drafting: DraftRuntime | None) -> Passed:
         inputs = ready.inputs
         started = time.perf_counter()
         self.state.write(inputs.entering)
@@ -179,16 +192,22 @@ class Runner:
         history = self.state.sampling.history
         hidden, batch, taps = self._target(inputs, history, drafting)
         prompts = [self._prompt(hidden, p) for p in inputs.prompts]
-        sampled = self._sample_rows(hidden, ready, drafting) if len(inputs.sample_rows) else None
-        result = StepResult(ready=ready, sampled=sampled, prompts=prompts)
+        return Passed(hidden, batch, taps, prompts, started)
+
+    def _finish(
+        self, ready: ReadyStep, passed: Passed, drafting: DraftRuntime | None, masks: StepMasks | None
+    ) -> StepResult:
+        inputs = ready.inputs
+        sampled = self._sample_rows(passed.hidden, ready, drafting, masks) if len(inputs.sample_rows) else None
+        result = StepResult(ready=ready, sampled=sampled, prompts=passed.prompts, masks=masks)
         if drafting is not None:
             tokens = np.zeros(0, np.int64) if sampled is None else self.device.download(sampled.tokens)
             between = time.perf_counter()
             ran = TargetRows(
                 plan=ready.plan,
                 inputs=inputs,
-                batch=batch,
-                taps=taps,
+                batch=passed.batch,
+                taps=passed.taps,
                 tokens=tokens,
                 active=ready.needs.active,
             )
@@ -196,7 +215,7 @@ class Runner:
             result.cost = VerifyCost(
                 rows=len(inputs.positions),
                 requests=len(inputs.counts),
-                target_seconds=between - started,
+                target_seconds=between - passed.started,
                 draft_seconds=time.perf_counter() - between,
                 drafted=0 if result.proposed is None else len(result.proposed.slots),
                 decode=bool((ready.plan.counts == ready.plan.samples).all()),
@@ -226,7 +245,9 @@ class Runner:
         hidden, taps = model.forward_tapped(batch, model.plan(batch), drafting.taps)
         return hidden, whole, taps
 
-    def _sample_rows(self, hidden: torch.Tensor, ready: ReadyStep, drafting: DraftRuntime | None) -> Sampled:
+    def _sample_rows(
+        self, hidden: torch.Tensor, ready: ReadyStep, drafting: DraftRuntime | None, masks: StepMasks | None
+    ) -> Sampled:
         upload, inputs, needs = self.device.upload, ready.inputs, ready.needs
         if len(inputs.sample_rows) < len(inputs.positions):
             hidden = hidden[upload(inputs.sample_rows)]
@@ -237,6 +258,7 @@ class Runner:
             token_limit=self.token_limit,
             active=needs.active,
             max_position=int(inputs.sample_positions.max()),
+            grammar=None if masks is None else upload(masks.wait()),
         )
         rows = LogprobRows(
             raw=upload(needs.raw_rows) if len(needs.raw_rows) else None,

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import attrs
 
-from deepinfer_core.api import GREEDY_TEMPERATURE, InvalidRequestError
+from deepinfer_core.api import GREEDY_TEMPERATURE, ConstraintSpec, InvalidRequestError
+
+from .constraint_request import constraint_of
 
 MAX_INT = 2**31 - 1
 
@@ -137,6 +139,10 @@ class SamplingParams:
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         extra_args: numbers for sampling stages that plugins add, by argument name.
+        structured_outputs: what the text must look like, one of ``{"json": schema}``, ``{"json_object": True}``,
+            ``{"regex": text}``, ``{"ebnf": text}``, ``{"choice": [text, ...]}``, ``{"structural_tags": tags}``; kept
+            as a ConstraintSpec. Needs a plugin. ``so_args`` says the same in the original engine's words:
+            ``schema_type``, ``schema``, ``trigger_token_ids``, ``bound_token_id``.
     """
 
     n: int
@@ -162,6 +168,7 @@ class SamplingParams:
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     extra_args: tuple[tuple[str, float], ...]
+    structured_outputs: ConstraintSpec | None
 
     def __init__(
         self,
@@ -190,6 +197,8 @@ class SamplingParams:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         extra_args: Mapping[str, float] | None = None,
+        structured_outputs: Mapping[str, Any] | ConstraintSpec | None = None,
+        so_args: Mapping[str, Any] | None = None,
     ) -> None:
         if seed is not None and seq_seed is not None and seed != seq_seed:
             raise InvalidRequestError(f"seed={seed!r} and seq_seed={seq_seed!r}: seq_seed is an alias; give one")
@@ -230,6 +239,7 @@ class SamplingParams:
             include_stop_str_in_output=_flag("include_stop_str_in_output", include_stop_str_in_output),
             skip_special_tokens=_flag("skip_special_tokens", skip_special_tokens),
             extra_args=_extra_args(extra_args),
+            structured_outputs=constraint_of(structured_outputs, so_args),
         )
 
     @property

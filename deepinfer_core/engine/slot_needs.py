@@ -23,7 +23,11 @@ WHOLE_VOCABULARY = -1
 def stages_needed(params: SamplingParams, *, bad_words: bool, pads: bool, masks_stops: bool) -> set[str]:
     """Names of the stages that change this request's logits."""
     needed = {
-        "mask": pads or bad_words or masks_stops or params.allowed_token_ids is not None,
+        "mask": pads
+        or bad_words
+        or masks_stops
+        or params.allowed_token_ids is not None
+        or params.structured_outputs is not None,
         "bias": bool(params.logit_bias),
         "penalties": params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1,
         "temperature": params.temperature not in (0.0, 1.0),

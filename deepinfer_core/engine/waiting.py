@@ -55,6 +55,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.number in self._by_number
+
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 

@@ -12,7 +12,7 @@ from deepinfer_core.api import PluginError
 from .nearest import suggest
 from .registry import Registry
 
-Kind = Literal["drafter", "stage", "policy", "architecture", "sink", "command"]
+Kind = Literal["constraint", "drafter", "stage", "policy", "architecture", "sink", "command"]
 
 
 @attrs.frozen
@@ -28,6 +28,7 @@ _CLAIMS: Mapping[Kind, _Claim] = {
     "policy": _Claim("deepinfer_scheduling", lambda item: (item.name,), 'scheduling.policy = "{pin}"'),
     "architecture": _Claim("deepinfer_models", lambda item: item.architectures),
     "stage": _Claim("deepinfer_sampling_stages", lambda item: tuple({item.name, *item.arguments})),
+    "constraint": _Claim("deepinfer_constraints", lambda item: (item.name,), 'structured_outputs.backend = "{pin}"'),
     "drafter": _Claim("deepinfer_speculation", lambda item: (item.name,), 'speculation.method = "{pin}"'),
     "sink": _Claim("deepinfer_metrics", lambda item: (item.name,), 'logging.metrics = ["{pin}"]'),
     "command": _Claim("deepinfer_commands", lambda item: (item.name,)),

@@ -58,6 +58,7 @@ Two plugins may declare the same name; using it is then an error until the user 
             "deepinfer_scheduling",
             "deepinfer_models",
             "deepinfer_speculation",
+            "deepinfer_constraints",
             "deepinfer_metrics",
             "deepinfer_commands",
         ),

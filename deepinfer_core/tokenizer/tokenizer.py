@@ -86,6 +86,11 @@ class Tokenizer:
         return token.encode() if self._decoding is None else self._decoding.token_bytes(token)
 
     @property
+    def has_token_bytes(self) -> bool:
+        """Whether :meth:`id_to_bytes` is exact: each token has a text of its own, wherever it stands."""
+        return self._decoding is not None
+
+    @property
     def chat_template(self) -> str | None:
         return self._templates.templates.get("default")
 

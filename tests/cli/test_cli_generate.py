@@ -242,3 +242,33 @@ def test_interrupt_closes_the_engine(run: Run, fake_llm: type[FakeLLM]) -> None:
     result = run(*MODEL, "--stream", "--prompt", "interrupt")
     assert result.code == 130
     assert asked(fake_llm)[0][0] == "stream"
+
+
+# ---- the form of the text
+
+
+def test_a_form_reaches_the_sampling_parameters(run: Run, fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.ebnf"
+    schema.write_text('{"type": "integer"}', encoding="utf-8")
+    grammar.write_text('root ::= "é"', encoding="utf-8")
+    forms = [("--json-schema", str(schema)), ("--regex", "a+"), ("--grammar", str(grammar))]
+    expected = [("json", '{"type": "integer"}'), ("regex", "a+"), ("ebnf", 'root ::= "é"')]
+    for form, (kind, text) in zip(forms, expected, strict=True):
+        fake_llm.instances.clear()
+        assert run(*MODEL, "--prompt", "hi", *form).code == 0
+        spec = asked(fake_llm)[0][2][0].structured_outputs
+        assert (spec.kind, spec.text) == (kind, text)
+
+
+def test_a_form_that_cannot_be_read_is_named(run: Run, fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+    missing = run(*MODEL, "--prompt", "hi", "--json-schema", str(tmp_path / "no.json"))
+    assert missing.code == 2
+    assert "no.json" in missing.err
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"type": "object", "properties": {"a": }}', encoding="utf-8")
+    result = run(*MODEL, "--prompt", "hi", "--json-schema", str(broken))
+    assert result.code == 2
+    assert 'near \'roperties": {"a": }}\'' in result.err
+    both = run(*MODEL, "--prompt", "hi", "--regex", "a", "--grammar", str(broken))
+    assert both.code == 2
+    assert "--regex and --grammar are different forms" in both.err

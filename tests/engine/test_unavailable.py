@@ -8,18 +8,12 @@ import pytest
 from toys.checkpoints import ToyLLM
 
 from deepinfer_core import SamplingParams
-from deepinfer_core.api import ConfigError
+from deepinfer_core.api import PluginError
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("structured_outputs__backend", "acme"),
-    ],
-)
-def test_what_nothing_would_act_on_is_refused(toy_llm: ToyLLM, setting: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{setting.replace('__', '.')}='{value}'.*use '"):
-        toy_llm("Count", **{setting: value})
+def test_a_compiler_of_grammars_that_nobody_has_is_refused(toy_llm: ToyLLM) -> None:
+    with pytest.raises(PluginError, match="no loaded plugin has constraint 'acme'"):
+        toy_llm("Count", structured_outputs__backend="acme")
 
 
 @pytest.mark.parametrize(("retention", "cached"), [("full", 8), ("minimal", 0)])

@@ -57,6 +57,9 @@ EVERYTHING = """
     def deepinfer_speculation():
         return [DrafterInfo(name="d", help="", factory=LazyRef("acme:Drafter"))]
     @hookimpl
+    def deepinfer_constraints():
+        return [ConstraintInfo(name="g", help="", factory=LazyRef("acme:Compiler"))]
+    @hookimpl
     def deepinfer_metrics():
         return (MetricsSinkInfo(name="s", help="", factory=LazyRef("acme:Sink")),)
     @hookimpl
@@ -86,6 +89,7 @@ COLLECTED = {
     "deepinfer_models": "ModelInfo",
     "deepinfer_sampling_stages": "StageInfo",
     "deepinfer_speculation": "DrafterInfo",
+    "deepinfer_constraints": "ConstraintInfo",
     "deepinfer_metrics": "MetricsSinkInfo",
     "deepinfer_commands": "CommandInfo",
     "deepinfer_check_plan": "Objection",
