@@ -56,7 +56,8 @@ class WaitingQueue:
         return len(self._numbers)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.number in self._by_number
+        index = self.before(sequence)
+        return index < len(self._numbers) and self._numbers[index] == sequence.number
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
