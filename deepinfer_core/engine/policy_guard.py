@@ -93,7 +93,8 @@ class PolicyGuard:
                 question=question,
                 step=self.step(),
                 failures=self.failures,
-                exc_info=error,
+                error=str(error),
+                exc_info=None if isinstance(error, _Nonsense) else error,  # the answer says more than our own frames
             )
 
 
