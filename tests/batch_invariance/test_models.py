@@ -168,3 +168,13 @@ class TestDemo:
     def test_scoring_an_output_gives_its_tokens(self) -> None:
         with LLM("demo", config={"features.batch_invariant": True, "logging.progress": False}) as llm:
             check_scoring(llm, list(self.prompt), 300)
+
+
+@pytest.mark.slow
+def test_demo_v4_in_every_kind_of_company() -> None:
+    """The trained DeepSeek-V4, with drafts from its own text."""
+    pytest.importorskip("deepinfer_demo_v4", reason="the model comes with the package deepinfer-demo-v4")
+    pytest.importorskip("deepinfer_spec_decode", reason="the drafter comes with the package deepinfer-spec-decode")
+    checkpoint = Checkpoint("demo-v4", 2000, {"logging.progress": False})
+    more = {"n-grams": {"speculation.method": "ngram"}}
+    check(checkpoint, probes_of(tuple(range(300, 340)), 40), scenarios(40, 40, large=True, more=more), watch=False)
