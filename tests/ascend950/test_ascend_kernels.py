@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 def child(script: str, *arguments: str, **variables: str) -> str:
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         **variables,
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), *(path for path in sys.path if path)]),
     }
