@@ -7,7 +7,7 @@ import click
 
 @click.command("new-plugin")
 @click.argument("name")
-@click.option("--kind", required=True, metavar="KIND", help="scheduler, speculation, metrics or model.")
+@click.option("--kind", required=True, metavar="KIND", help="scheduler, speculation, constraint, metrics or model.")
 @click.option("--directory", metavar="DIR", help="Where to write it; a new folder of the distribution's name here.")
 def new_plugin(name: str, kind: str, directory: str | None) -> None:
     """Write a plugin called NAME. It works as it is; its tests say what it does.

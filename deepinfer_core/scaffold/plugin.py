@@ -43,6 +43,12 @@ KINDS: Mapping[str, Kind] = {
         example=f"{_GENERATE} --set speculation.method={{name}} --set speculation.max_draft_tokens=3",
         next="Change `drafter.py`: the engine verifies every guess, so no text changes.",
     ),
+    "constraint": Kind(
+        summary="Texts that are one of several",
+        imports=("attrs>=23.2", "numpy>=1.26"),
+        example=f"{_GENERATE} --set structured_outputs.backend={{name}}",
+        next="Change `compiler.py` and `choices.py`: `check` refuses what `fill` cannot enforce.",
+    ),
     "metrics": Kind(
         summary="A line of JSON for each step",
         imports=("attrs>=23.2",),
@@ -73,8 +79,6 @@ def new_plugin(name: str, kind: str, *, directory: str | Path | None = None) -> 
     Raises:
         ConfigError: a kind, name or directory that cannot be used.
     """
-    if kind == "constraint":
-        raise ConfigError(f"--kind 'constraint': there is no template for it in this version; use {', '.join(KINDS)}")
     if kind not in KINDS:
         raise ConfigError(f"--kind {kind!r}: expected one of {', '.join(KINDS)}")
     project = check_name(name)

@@ -61,12 +61,6 @@ def test_an_unknown_kind_lists_those_there_are(tmp_path: Path) -> None:
         new_plugin("zork", "shcedule", directory=tmp_path / "zork")
 
 
-def test_a_kind_without_a_template_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--kind 'constraint': there is no template for it in this version"):
-        new_plugin("zork", "constraint", directory=tmp_path / "zork")
-    assert not (tmp_path / "zork").exists()
-
-
 def test_a_device_type_that_torch_cannot_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--device-type 'my chip'"):
         new_backend("zork", directory=tmp_path / "zork", device_type="my chip")
