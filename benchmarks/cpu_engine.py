@@ -1,7 +1,7 @@
 """The engine on a processor, beside other engines: decode steps, ragged load, the demo model, the prefix cache.
 
     python benchmarks/cpu_engine.py [--quick] [--json] [--only decode,ragged,demo,prefix] [--threads N]
-        [--thread-counts 1,2] [--vllm-python PATH] [--llama-python PATH]
+        [--thread-counts 1,2] [--avx2] [--vllm-python PATH] [--llama-python PATH]
 
 Decode: a random Qwen3 of 41.6 million parameters in float32, prompts of 256 ids, greedy, end of sequence ignored; the
 time of a step is (time for N tokens - time for 1) / (N - 1). Each engine runs in a process of its own, once per thread
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
 import sys
@@ -237,6 +238,11 @@ def main() -> None:
         "--threads", type=int, default=torch.get_num_threads(), help="threads of the engines in this process"
     )
     parser.add_argument("--thread-counts", type=_counts, default=[1, 2], help="decode: numbers tried, best kept (1,2)")
+    parser.add_argument(
+        "--avx2",
+        action="store_true",
+        help="decode: as on a processor without 512-bit vectors (llama.cpp stays as it was compiled)",
+    )
     parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM, if not this one")
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     options = parser.parse_args()
@@ -245,7 +251,14 @@ def main() -> None:
     if unknown:
         parser.error(f"--only {options.only}: no part is called {unknown[0]!r}; there are {', '.join(PARTS)}")
     torch.set_num_threads(options.threads)
-    result: dict[str, Any] = {"machine": machine(), "threads": options.threads, "quick": options.quick}
+    if options.avx2:
+        os.environ.update(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2")  # the engines' processes inherit them
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "threads": options.threads,
+        "quick": options.quick,
+        "avx2": options.avx2,
+    }
     print("  ".join(f"{name}: {value}" for name, value in result["machine"].items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         directory = random_qwen3(Path(folder) / "qwen3")

@@ -92,6 +92,8 @@ def vllm(directory: Path) -> Peer | None:
 
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # it asks the processor itself which of its kernels to load
+        torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
     from vllm import LLM, SamplingParams, __version__
 
     llm = LLM(

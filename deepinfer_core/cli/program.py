@@ -20,12 +20,12 @@ BUILT_IN = {
     ),
     "inspect": ("Show what a checkpoint holds and what memory it needs.", "deepinfer_core.cli.inspect:inspect"),
     "conformance": (
-        "Ask a backend whether it does what the contracts say.",
+        "Ask BACKEND whether it does what the contracts say.",
         "deepinfer_core.cli.conformance:conformance",
     ),
-    "new-backend": ("Write a project for hardware of yours.", "deepinfer_core.cli.new_backend:new_backend"),
-    "new-plugin": ("Write a plugin of one kind.", "deepinfer_core.cli.new_plugin:new_plugin"),
-    "doctor": ("Look for what is wrong, and say what mends it.", "deepinfer_core.cli.doctor:doctor"),
+    "new-backend": ("Write a project for hardware called NAME.", "deepinfer_core.cli.new_backend:new_backend"),
+    "new-plugin": ("Write a plugin called NAME.", "deepinfer_core.cli.new_plugin:new_plugin"),
+    "doctor": ("Look at plugins, devices and settings, and say what mends them.", "deepinfer_core.cli.doctor:doctor"),
 }
 """Name -> (help, where the command is)."""
 

@@ -17,7 +17,7 @@ from deepinfer_core.api import LinearRequest, RmsNormRequest
 from deepinfer_core.cli.program import program
 from deepinfer_core.cpu.attention import PagedAttention
 
-SLOTS = {"split": {"qkv", "head"}, "blocked": {"norm"}, "two_ways": {"attention_full", "attention_window"}}
+SLOTS = {"split": {"qkv", "head"}, "blocked": {"norm", "head_norm"}, "two_ways": {"attention_full", "attention_window"}}
 
 
 @pytest.fixture(scope="module")

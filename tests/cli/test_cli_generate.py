@@ -268,7 +268,7 @@ def test_a_form_that_cannot_be_read_is_named(run: Run, fake_llm: type[FakeLLM], 
     broken.write_text('{"type": "object", "properties": {"a": }}', encoding="utf-8")
     result = run(*MODEL, "--prompt", "hi", "--json-schema", str(broken))
     assert result.code == 2
-    assert 'near \'roperties": {"a": }}\'' in result.err
+    assert 'properties": {"a": }}\'' in result.err
     both = run(*MODEL, "--prompt", "hi", "--regex", "a", "--grammar", str(broken))
     assert both.code == 2
     assert "--regex and --grammar are different forms" in both.err

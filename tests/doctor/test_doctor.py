@@ -82,15 +82,22 @@ def test_each_variable_that_sets_nothing_is_a_finding_of_its_own(seen: Diagnosis
     assert found[0].severity == "error"
 
 
+def planted(seen: Diagnosis) -> list[Finding]:
+    """Without those about other plugins of this environment, which may lack their devices."""
+    names = {"", *(plugin for plugin, _ in EXPECTED)}
+    return [finding for finding in seen.findings if finding.plugin in names]
+
+
 def test_nothing_else_is_found(seen: Diagnosis) -> None:
     known = {*EXPECTED, ("", "environment")}
-    assert [finding for finding in seen.findings if (finding.plugin, finding.check) not in known] == []
+    others = [finding for finding in planted(seen) if (finding.plugin, finding.check) not in known]
+    assert others == []
 
 
 def test_every_finding_ends_with_a_command(seen: Diagnosis) -> None:
     programs = {"pip", "python", "deepinfer", "unset", "export", "strace", "absent-smi"}
     assert len(seen.findings) >= len(EXPECTED)
-    for finding in seen.findings:
+    for finding in planted(seen):
         assert "\n" not in finding.text
         assert shlex.split(finding.fix)[0] in programs, finding
 
