@@ -168,6 +168,10 @@ TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=25, d
 # ---- soak
 
 
+MOST_LIVE = 30
+"""Requests that a soak has in the engine at once."""
+
+
 def soak(llm: LLM, windows: list[int | None], requests: int, seed: int) -> None:
     """Arrivals while others run, one in ten aborted, a few refused; then everything is as it was."""
     rng = random.Random(seed)
@@ -175,7 +179,7 @@ def soak(llm: LLM, windows: list[int | None], requests: int, seed: int) -> None:
     live: list[Job] = []
     started = 0
     while started < requests or core.has_unfinished:
-        if started < requests and len(live) < 24:
+        if started < requests and len(live) <= MOST_LIVE - 7:
             jobs = [load.job(stream=rng.random() < 0.3) for _ in range(rng.randrange(1, 8))]
             core.add([job.request for job in jobs])
             live += jobs
@@ -210,5 +214,5 @@ def test_soak(shape: Shape, requests: int) -> None:
     soak(llm, shape.windows, requests, seed)
     assert left_over() <= before
     core: Any = llm.engine.core
-    assert len(core._expiry) <= 64
+    assert len(core._expiry) <= 2 * MOST_LIVE + 16  # it is swept as soon as it is longer
     assert all(len(group.pool._by_hash) <= group.pool.num_usable for group in core.planner.cache.groups.values())
