@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 import structlog
 import torch
+
+if not torch.cuda.is_available():
+    # Read when Triton is imported, which torch may do at any time: kernels then run in its interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from toys.checkpoints import ToyLLM, open_toy, write_toy
 
 from deepinfer_core import LLM
