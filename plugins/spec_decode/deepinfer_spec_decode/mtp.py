@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-import torch
 
 from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
 
-from .calibration import temper, temperatures_for
-from .draft_model import as_logit
+from .calibration import temperatures_for
 from .records import Recorder
 from .settings import Settings
+from .spoken import SpokenDrafts
 
 
 class MTPDrafter:
@@ -38,24 +37,13 @@ class MTPDrafter:
 
     def propose(self, step: DraftStep) -> Proposal:
         hidden, streams = self._last
-        drafts: list[torch.Tensor] = []
-        kept, chances = [], []
-        for j in range(step.depth):
-            if j:
-                batch = step.block(drafts[-1].clamp(min=0)[:, None], j - 1)
-                hidden, streams = self._module.forward(batch, self._module.plan(batch), streams)
-            logits = self._module.logits(hidden)
-            before = torch.log_softmax(logits.to(torch.float32), dim=-1)
-            tokens, scores = step.choose(logits, j)
-            drafts.append(tokens)
-            chances.append(before.gather(1, tokens.clamp(min=0)[:, None])[:, 0])
-            if scores is not None:
-                kept.append(scores)
-        return Proposal(
-            tokens=torch.stack(drafts, 1),
-            confidence=temper(as_logit(torch.stack(chances, 1)), self._temperatures),
-            scores=torch.stack(kept, 1) if kept else None,
-        )
+        drafts = SpokenDrafts(step)
+        tokens = drafts.draw(self._module.logits(hidden))
+        for j in range(step.depth - 1):
+            batch = step.block(tokens.clamp(min=0)[:, None], j)
+            hidden, streams = self._module.forward(batch, self._module.plan(batch), streams)
+            tokens = drafts.draw(self._module.logits(hidden))
+        return drafts.proposal(self._temperatures)
 
     def verified(self, results: Sequence[Verified]) -> None:
         self._recorder.add(results)
