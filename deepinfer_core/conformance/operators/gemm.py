@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -83,13 +83,14 @@ class Linear(Operation):
         return {"y": gamma(self.request.in_features) * size + rounding(expected["y"], self.dtypes()["y"])}
 
 
-class BatchedLinear(Linear):
-    """Every row through all groups."""
+class _Groups(Linear):
+    """Several weights behind one call."""
 
-    groups = 3
+    kind: ClassVar[type[BatchedLinearRequest] | type[GroupedLinearRequest]]
+    groups: ClassVar[int]
 
     def __init__(self, dtype: str, shape: tuple[int, int] = (64, 48), stored: str = "", variant: str = "") -> None:
-        self.request = BatchedLinearRequest(
+        self.request = self.kind(
             groups=self.groups,
             in_features=shape[0],
             out_features=shape[1],
@@ -99,11 +100,18 @@ class BatchedLinear(Linear):
         )
         self.variant = variant
 
-    def sample(self, rows: int, draw: torch.Generator) -> Tensors:
-        return {"x": normal(draw, rows, self.groups, self.request.in_features, dtype=self.dtype)}
-
     def extremes(self, rows: int, draw: torch.Generator) -> Tensors | None:
         return None
+
+
+class BatchedLinear(_Groups):
+    """Every row through all groups."""
+
+    kind = BatchedLinearRequest
+    groups = 3
+
+    def sample(self, rows: int, draw: torch.Generator) -> Tensors:
+        return {"x": normal(draw, rows, self.groups, self.request.in_features, dtype=self.dtype)}
 
     def constants(self, draw: torch.Generator) -> Mapping[str, Any]:
         r = self.request
@@ -119,25 +127,12 @@ class BatchedLinear(Linear):
         return {"y": gamma(r.in_features) * size + rounding(expected["y"], self.dtypes()["y"])}
 
 
-class GroupedLinear(Linear):
+class GroupedLinear(_Groups):
     """Rows sorted by group; some groups have none."""
 
+    kind = GroupedLinearRequest
     groups = 5
     sorted_rows = True
-
-    def __init__(self, dtype: str, shape: tuple[int, int] = (64, 48), stored: str = "", variant: str = "") -> None:
-        self.request = GroupedLinearRequest(
-            groups=self.groups,
-            in_features=shape[0],
-            out_features=shape[1],
-            dtype=dtype,
-            out_dtype=dtype,
-            weight_dtype=stored or dtype,
-        )
-        self.variant = variant
-
-    def extremes(self, rows: int, draw: torch.Generator) -> Tensors | None:
-        return None
 
     def constants(self, draw: torch.Generator) -> Mapping[str, Any]:
         r = self.request
