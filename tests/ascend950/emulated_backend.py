@@ -5,45 +5,15 @@ The real package's probe finds no device where there is none; its providers serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
-import numpy as np
-import torch
-
-from deepinfer_core.api import DeviceInfo, Event, LazyRef, MemoryInfo, PluginInfo, ProbeEnv, Stream, hookimpl
+from deepinfer_core.api import DeviceInfo, LazyRef, PluginInfo, ProbeEnv, hookimpl
+from deepinfer_core.cpu.device import CpuDevice
 
 from .emulation import install
 
-T = TypeVar("T")
 
-
-class _Finished:
-    def __init__(self, outcome: Future[Any]) -> None:
-        self._outcome = outcome
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        return self._outcome.result()
-
-
-class _InOrder:
-    def submit(self, fn: Callable[[], T]) -> Event[T]:
-        outcome: Future[T] = Future()
-        try:
-            outcome.set_result(fn())
-        except BaseException as error:
-            outcome.set_exception(error)
-        return _Finished(outcome)
-
-    def close(self) -> None:
-        return None
-
-
-class EmulatedDevice:
+class EmulatedDevice(CpuDevice):
     """The host under the backend's name."""
 
     num_threads = 1
@@ -51,32 +21,10 @@ class EmulatedDevice:
 
     def __init__(self, info: DeviceInfo) -> None:
         install()
-        self.info = info
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
+        super().__init__(info)
 
     def default_dtype(self, stored: str) -> str:
         return stored if stored == "float32" else "bfloat16"
-
-    def stream(self, *, overlap: bool) -> Stream:
-        return _InOrder()
-
-    def memory(self) -> MemoryInfo:
-        return MemoryInfo(total=2 << 30, free=2 << 30)
-
-    def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array.copy())
-
-    def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        return tensor.numpy()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, MemoryError)
-
-    def describe(self) -> Mapping[str, str]:
-        return {"emulated": "yes"}
 
 
 @hookimpl
