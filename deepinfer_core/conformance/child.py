@@ -12,19 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer_core.api import Choice, DeviceInfo, EnginePlan, LazyRef, ProbeEnv, Provider, RmsNormRequest
+from deepinfer_core.api import Choice, DeviceInfo, EnginePlan, LazyRef, ProbeEnv, RmsNormRequest
 from deepinfer_core.plugins import Registry, load_planned, load_plugins, plan_from_json, plan_to_json, request_to_data
 
 HEAVY = ("torch", "transformers", "tensorflow", "jax")
-HOOKS = (
-    "deepinfer_attention",
-    "deepinfer_gemm",
-    "deepinfer_kv_layout",
-    "deepinfer_moe_communication",
-    "deepinfer_pointwise",
-    "deepinfer_runner_ops",
-    "deepinfer_sampling",
-)
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/tty", "/dev/shm")
 
 
@@ -85,8 +76,7 @@ def _device(registry: Registry, backend: str) -> DeviceInfo:
 
 def _declared(registry: Registry, device: DeviceInfo) -> list[list[Any]]:
     """Every provider as plain data."""
-    found: list[tuple[str, Provider]] = [i for hook in HOOKS for i in registry.collect(hook, device=device)]
-    return [[plugin, p.op, p.name, sorted(p.caps), p.fallback] for plugin, p in found]
+    return [[plugin, p.op, p.name, sorted(p.caps), p.fallback] for plugin, p in registry.providers(device)]
 
 
 def _round_trip(registry: Registry, device: DeviceInfo, plugin: str) -> dict[str, Any]:

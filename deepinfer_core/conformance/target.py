@@ -35,15 +35,6 @@ T = TypeVar("T")
 
 REFERENCE = "reference"
 HOST = "cpu"
-HOOKS = (
-    "deepinfer_attention",
-    "deepinfer_gemm",
-    "deepinfer_kv_layout",
-    "deepinfer_moe_communication",
-    "deepinfer_pointwise",
-    "deepinfer_runner_ops",
-    "deepinfer_sampling",
-)
 MAX_TOKENS, MAX_REQUESTS, MAX_LENGTH = 512, 32, 4096
 """Limits that operators are built with: no case exceeds them."""
 
@@ -295,12 +286,12 @@ def open_target(backend: str, plugins: Sequence[str] = (), wanted: Sequence[str]
     name = HOST if backend == REFERENCE else backend
     chosen = choose_device(registry, name, dict(os.environ))
     device: Device = chosen.device.provider.load()(chosen.device)
-    providers = collect(registry, chosen.device)
+    providers = registry.providers(chosen.device)
     labels = {f"{plugin}:{provider.name}" for plugin, provider in providers}
     for label in wanted:
         if label not in labels:
             raise PlanError(f"--provider {label!r}: there is no such provider{suggest(label, labels)}")
-    reference = [item for item in collect(registry, attrs.evolve(chosen.device, type="cpu")) if item[0] == REFERENCE]
+    reference = [item for item in registry.providers(attrs.evolve(chosen.device, type="cpu")) if item[0] == REFERENCE]
     settings = {name: p.info.settings() for name, p in registry.plugins.items() if p.info.settings is not None}
     return Target(
         backend=backend,
@@ -314,8 +305,3 @@ def open_target(backend: str, plugins: Sequence[str] = (), wanted: Sequence[str]
         plugin_files=tuple(plugins),
         wanted=tuple(wanted),
     )
-
-
-def collect(registry: Registry, info: DeviceInfo) -> list[tuple[str, Provider]]:
-    """Every provider that plugins offer for a device."""
-    return [item for hook in HOOKS for item in registry.collect(hook, device=info)]

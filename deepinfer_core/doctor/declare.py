@@ -15,7 +15,7 @@ from deepinfer_core.api import ConfigError, DeviceInfo, PluginError, PluginInfo,
 from deepinfer_core.config import load_config, plugin_settings
 from deepinfer_core.config.layers import plugin_key
 from deepinfer_core.config.settings import env_name
-from deepinfer_core.plugins import Registry, load_plugins
+from deepinfer_core.plugins import PROVIDER_HOOKS, Registry, load_plugins
 from deepinfer_core.plugins.inspection import hook_arguments, hook_record
 
 from .child import Say
@@ -23,16 +23,6 @@ from .watch import Watch
 
 HEAVY = ("torch", "transformers", "tensorflow", "jax", "scipy", "pandas", "matplotlib")
 """Packages that take long to import, and that no declaration needs."""
-
-PROVIDER_HOOKS = (
-    "deepinfer_attention",
-    "deepinfer_gemm",
-    "deepinfer_kv_layout",
-    "deepinfer_moe_communication",
-    "deepinfer_pointwise",
-    "deepinfer_runner_ops",
-    "deepinfer_sampling",
-)
 
 
 def declare(question: Mapping[str, Any], say: Say) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from deepinfer_core.api import Device, DeviceInfo, LazyRef
 from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.config import load_config, override
-from deepinfer_core.engine.planning import PROVIDER_HOOKS, make_plan, open_registry, pick_device
+from deepinfer_core.engine.planning import make_plan, open_registry, pick_device
 from deepinfer_core.plugins import Registry
 
 from .child import Say
@@ -72,13 +72,12 @@ def _run_one(device: Device) -> None:
 def _broken_operators(registry: Registry, info: DeviceInfo, plugin: str) -> list[tuple[str, str]]:
     """Providers of the plugin whose operator cannot be imported, with the cause."""
     broken = []
-    for hook in PROVIDER_HOOKS:
-        for owner, provider in registry.collect(hook, device=info):
-            if owner != plugin or not isinstance(provider.build, LazyRef):
-                continue
-            try:
-                provider.build.load()
-            except BaseException as error:
-                text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                broken.append((f"{owner}:{provider.name} ({provider.build.target})", text))
+    for owner, provider in registry.providers(info):
+        if owner != plugin or not isinstance(provider.build, LazyRef):
+            continue
+        try:
+            provider.build.load()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            broken.append((f"{owner}:{provider.name} ({provider.build.target})", text))
     return broken

@@ -56,16 +56,6 @@ from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
 from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, own_keys, read_needs, with_module
 
-PROVIDER_HOOKS = (
-    "deepinfer_attention",
-    "deepinfer_gemm",
-    "deepinfer_kv_layout",
-    "deepinfer_moe_communication",
-    "deepinfer_pointwise",
-    "deepinfer_runner_ops",
-    "deepinfer_sampling",
-)
-
 
 @attrs.define(kw_only=True)
 class PlannedEngine:
@@ -151,7 +141,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     if fitted is not config:
         config = fitted
         spec = describe_model(config, checkpoint, registry, device)[1]
-    providers = [item for hook in PROVIDER_HOOKS for item in registry.collect(hook, device=chosen.device)]
+    providers = registry.providers(chosen.device)
     stages = _extra_stages(registry)
     drafter = _drafter(config, registry, checkpoint)
     on_host = drafter is not None and drafter.on_host

@@ -11,11 +11,12 @@ from .failure import Failure
 from .loader import load_planned, load_plugins
 from .plan import plan_from_json, plan_to_json, verify_plan
 from .probe import DeviceChoice, choose_device
-from .registry import LoadedPlugin, Registry
+from .registry import PROVIDER_HOOKS, LoadedPlugin, Registry
 from .requests import request_from_data, request_to_data
 from .tables import OpTable, WrapOp, freeze
 
 __all__ = [
+    "PROVIDER_HOOKS",
     "Candidate",
     "DeviceChoice",
     "Discovery",

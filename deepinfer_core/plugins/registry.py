@@ -11,13 +11,24 @@ from typing import Any
 import attrs
 import pluggy
 
-from deepinfer_core.api import CommandInfo, LazyRef, PluginError, PluginInfo, PluginRecord, Provider
+from deepinfer_core.api import CommandInfo, DeviceInfo, LazyRef, PluginError, PluginInfo, PluginRecord, Provider
 
 from .failure import Failure, cause_line, full_traceback
 from .inspection import hook_arguments, hook_record, new_manager, record_name
 
 _FAMILY = {"deepinfer_runner_ops": "runner", "deepinfer_moe_communication": "moe"}
 """Operator family of a hook whose name does not say it."""
+
+PROVIDER_HOOKS = (
+    "deepinfer_attention",
+    "deepinfer_gemm",
+    "deepinfer_kv_layout",
+    "deepinfer_moe_communication",
+    "deepinfer_pointwise",
+    "deepinfer_runner_ops",
+    "deepinfer_sampling",
+)
+"""The hooks that declare operators, each asked with the chosen device."""
 
 
 @attrs.frozen(kw_only=True)
@@ -125,6 +136,10 @@ class Registry:
             else:
                 answers += [(plugin.name, item) for item in items]
         return answers
+
+    def providers(self, device: DeviceInfo) -> list[tuple[str, Provider]]:
+        """Every plugin's operators for the device: ``[(plugin name, provider), ...]``, hook by hook."""
+        return [item for hook in PROVIDER_HOOKS for item in self.collect(hook, device=device)]
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call a hook that returns nothing on every plugin, by name.
