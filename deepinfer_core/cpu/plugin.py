@@ -204,6 +204,7 @@ def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
     return [
+        _stage("mask", "mask:Mask"),
         _stage("top_k", "top:TopK"),
         _stage("top_p", "top:TopP"),
         _stage("draw", "draw:Draw"),

@@ -11,8 +11,8 @@ _REMOVED = float("-inf")
 
 def _unpack(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """``[N, ceil(V/32)]`` int32 -> ``[N, V]`` bool; bit ``id % 32`` of word ``id // 32``."""
-    ids = torch.arange(vocab_size, device=bits.device)
-    return (bits[:, ids // 32] >> (ids % 32).to(bits.dtype)) & 1 == 1
+    places = torch.arange(32, dtype=bits.dtype, device=bits.device)
+    return ((bits[:, :, None] >> places) & 1 == 1).flatten(1)[:, :vocab_size]
 
 
 def _forbid(forbidden: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:

@@ -97,7 +97,7 @@ CHECKS: dict[str, Check] = {
         ("write_kv", write_kv),
     )},
     **{f"reference:{name}": stage(name) for name in ("mask", "bias", "penalties", "temperature")},
-    **{f"cpu:{name}": stage(name) for name in ("top_k", "top_p", "draw", "logprobs")},
+    **{f"cpu:{name}": stage(name) for name in ("mask", "top_k", "top_p", "draw", "logprobs")},
 }  # fmt: skip
 
 

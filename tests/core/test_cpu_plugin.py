@@ -111,4 +111,4 @@ def test_no_operator_promises_what_it_does_not_keep() -> None:
     """
     declared = {provider.name for provider in providers() if "batch_invariant" in provider.caps}
     moves_data = {"write_kv", "input_ids", "slot_mapping", "append_tokens"}
-    assert declared == moves_data | {"top_k", "top_p", "draw", "logprobs"}
+    assert declared == moves_data | {"mask", "top_k", "top_p", "draw", "logprobs"}
