@@ -14,7 +14,9 @@ import numpy as np
 
 from deepinfer_core.api import ConfigError, ConstraintSpec, ConstraintState, InvalidRequestError, MaskJob, Vocabulary
 
-from .routing import LIBRARIES, libraries_for
+from . import productive_ebnf
+from .productive_schema import check_productive, without_unproductive
+from .routing import LIBRARIES, libraries_for, schemas_of
 from .schema import simplified
 from .settings import GrammarSettings
 from .state import GrammarState, TokenSets
@@ -76,10 +78,10 @@ class GrammarCompiler:
         self._opening = threading.Lock()
 
     def check(self, spec: ConstraintSpec) -> None:
-        libraries_for(spec, self._names)
+        self._names_for(spec)
 
     def compile(self, spec: ConstraintSpec) -> Grammar:
-        names = libraries_for(spec, self._names)
+        names = self._names_for(spec)
         prepared = _prepared(spec)
         reasons = []
         for name in names:
@@ -89,6 +91,15 @@ class GrammarCompiler:
             except ValueError as error:
                 reasons.append(f"{error} ({name})")
         raise InvalidRequestError(f"{_KIND_WORDS[spec.kind]} {_begin(spec.text)}: {'; '.join(reasons)}")
+
+    def _names_for(self, spec: ConstraintSpec) -> list[str]:
+        """Libraries that enforce a grammar, which has an end."""
+        names = libraries_for(spec, self._names)
+        if spec.kind == "ebnf":
+            productive_ebnf.check_productive(spec.text)
+        for schema in schemas_of(spec):
+            check_productive(schema)
+        return names
 
     def fill(self, jobs: Sequence[MaskJob], masks: np.ndarray[Any, Any]) -> None:
         assert self._sets is not None
@@ -147,11 +158,15 @@ def fill_path(
 
 def _prepared(spec: ConstraintSpec) -> ConstraintSpec:
     """JSON Schemas without what no library has to see."""
+
+    def prepared(schema: Any) -> Any:
+        return simplified(without_unproductive(schema))
+
     if spec.kind == "json":
-        return attrs.evolve(spec, text=json.dumps(simplified(json.loads(spec.text)), ensure_ascii=False))
+        return attrs.evolve(spec, text=json.dumps(prepared(json.loads(spec.text)), ensure_ascii=False))
     if spec.kind == "structural_tags":
         tags = json.loads(spec.text)
-        tags["structures"] = [{**tag, "schema": simplified(tag["schema"])} for tag in tags["structures"]]
+        tags["structures"] = [{**tag, "schema": prepared(tag["schema"])} for tag in tags["structures"]]
         return attrs.evolve(spec, text=json.dumps(tags, ensure_ascii=False))
     return spec
 

@@ -41,7 +41,7 @@ def libraries_for(spec: ConstraintSpec, allowed: Sequence[str]) -> list[str]:
         InvalidRequestError: none does; names the keywords.
     """
     names = [name for name in PREFERRED[spec.kind] if name in allowed]
-    for schema in _schemas(spec):
+    for schema in schemas_of(spec):
         found = list(features(schema))
         lacking = {name: _lacking(name, found, schema) for name in names}
         names = [name for name in names if not lacking[name]]
@@ -55,7 +55,8 @@ def libraries_for(spec: ConstraintSpec, allowed: Sequence[str]) -> list[str]:
     return names
 
 
-def _schemas(spec: ConstraintSpec) -> list[Any]:
+def schemas_of(spec: ConstraintSpec) -> list[Any]:
+    """The JSON Schemas in a grammar."""
     if spec.kind == "json":
         return [json.loads(spec.text)]
     if spec.kind == "structural_tags":
