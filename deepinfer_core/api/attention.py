@@ -53,6 +53,9 @@ class StepLayout:
 class WriteKVRequest(OpRequest):
     """Geometry of the cache rows written; dtypes are torch dtype names.
 
+    A ``cache_dtype`` of ``float8_e4m3fn`` has no scale: values are rounded to the nearest, ties to even, those past
+    448 become 448, and NaN stays NaN.
+
     ``cache_group`` names the group written; the engine adds the demand ``kv_layout:<layout>`` for it.
     """
 

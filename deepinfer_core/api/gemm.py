@@ -66,6 +66,9 @@ class LinearRequest(OpRequest):
         dtype: of x. out_dtype: of y. weight_dtype: as stored in the checkpoint
             (a torch dtype's name, or a packed format's: ``"gguf:q8_0"``, ``QuantisedWeight.weight_dtype``).
         bias: True if there is one.
+        activations: ``""``, or the format and group that x is rounded to first, as ``pointwise.quantise_dequantise``
+            does over all its channels (a last group may be short), e.g. ``"fp8:e4m3:128"``. Adds the demand
+            ``rounded_activations``.
     """
 
     op: ClassVar[str] = "gemm.linear"
@@ -76,6 +79,15 @@ class LinearRequest(OpRequest):
     out_dtype: str
     weight_dtype: str
     bias: bool = False
+    activations: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.activations:
+            format, _, group = self.activations.rpartition(":")
+            if format not in ("fp8:e4m3", "fp4:e2m1") or not group.isdigit() or int(group) < 1:
+                raise ValueError(f"activations={self.activations!r}: expected a format and a group, as fp8:e4m3:128")
+            object.__setattr__(self, "demands", self.demands | {"rounded_activations"})
 
 
 class Linear(Protocol):

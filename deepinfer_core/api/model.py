@@ -88,6 +88,9 @@ class ModelOptions:
         demands: demands added to every operator request.
         stored: dtype name of each checkpoint tensor (``TensorInfo.dtype``), for weight operators' requests.
         qdq: simulated quantisation of cached values; ``auto``: on iff the checkpoint has a quantization_config.
+        fp8_activations: round inputs of linear layers with packed weights (``LinearRequest.activations``).
+        cache_dtype: of plain keys and values, or ``""`` for the compute dtype. A model with no such cache ignores it,
+            and the engine then refuses the setting.
     """
 
     dtype: str
@@ -97,6 +100,8 @@ class ModelOptions:
     demands: frozenset[str] = frozenset()
     stored: Mapping[str, str] = attrs.field(factory=dict)
     qdq: Literal["auto", "on", "off"] = "auto"
+    fp8_activations: bool = False
+    cache_dtype: str = ""
 
 
 @attrs.frozen(kw_only=True)

@@ -37,6 +37,11 @@ class ModelConfig:
         help="Simulated quantisation of cached values and index keys. `auto`: on if and only if the checkpoint "
         "carries a quantization_config.",
     )
+    fp8_activations: bool = setting(
+        False,
+        help="Round what enters linear layers with FP8 or FP4 weights to FP8 first, as such checkpoints were trained: "
+        "faster where the device multiplies FP8. Experts are left out.",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -58,6 +63,11 @@ class KVCacheConfig:
         help="Share of the device memory that is free after loading which the pool may take. "
         "None: the engine decides, less on a host than on an accelerator.",
         check=fraction(),
+    )
+    dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        help="Numbers that keys and values are kept in. `auto`: the compute type. `fp8`: e4m3 without a scale, half of "
+        "the memory of 16 bits; for models whose cache is plain keys and values.",
     )
     prefix_cache: bool = setting(True, help="Reuse the blocks of earlier requests that began with the same tokens.")
     window_retention: Literal["minimal", "full"] = setting(

@@ -56,6 +56,9 @@ from .runner import runner_requests
 from .sampler import sampling_requests, stage_order
 from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, own_keys, read_needs, with_module
 
+CACHE_DTYPES = {"auto": "", "fp8": "float8_e4m3fn"}
+"""``kv_cache.dtype`` -> ``ModelOptions.cache_dtype``."""
+
 
 @attrs.define(kw_only=True)
 class PlannedEngine:
@@ -230,6 +233,12 @@ def describe_model(
         raise ConfigError(
             f"model.max_model_len={config.model.max_model_len}: the checkpoint supports {spec.max_model_len} tokens"
         )
+    kept = CACHE_DTYPES[config.kv_cache.dtype]
+    if kept and all(entry.dtype != kept for group in spec.cache_groups for entry in group.entries):
+        raise ConfigError(
+            f"kv_cache.dtype={config.kv_cache.dtype!r}: {spec.architecture} keeps its state in formats of its own; "
+            "set kv_cache.dtype='auto'"
+        )
     return definition, spec
 
 
@@ -245,6 +254,8 @@ def _options(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> Mo
         demands=_demands(config),
         stored=stored,
         qdq=config.model.qdq,
+        fp8_activations=config.model.fp8_activations,
+        cache_dtype=CACHE_DTYPES[config.kv_cache.dtype],
     )
 
 

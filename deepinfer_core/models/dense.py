@@ -176,7 +176,7 @@ def _requests(c: DenseConfig, o: ModelOptions, max_model_len: int) -> dict[str, 
         shape: dict[str, Any] = {
             "kv_heads": c.kv_heads,
             "head_dim": c.head_dim,
-            "cache_dtype": o.dtype,
+            "cache_dtype": o.cache_dtype or o.dtype,
             "block_size": o.block_size,
             "layer_kind": kind,
             "cache_group": kind,
@@ -225,7 +225,8 @@ class DenseModel:
         c = DenseConfig.read(config)
         max_model_len = min(options.max_model_len or c.max_positions, c.max_positions)
         row = (c.kv_heads, c.head_dim)
-        entries = (CacheEntry("key", row, options.dtype), CacheEntry("value", row, options.dtype))
+        kept = options.cache_dtype or options.dtype
+        entries = (CacheEntry("key", row, kept), CacheEntry("value", row, kept))
         groups = tuple(
             CacheGroupSpec(
                 name=kind,

@@ -10,7 +10,7 @@ import torch
 
 from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, StepLayout, WriteKVRequest
 
-from .dtypes import widen
+from .dtypes import narrow, widen
 
 
 class WriteKV:
@@ -23,8 +23,8 @@ class WriteKV:
         """Write ``key`` and ``value`` ``[T, kv_heads, head_dim]`` at ``layout.slot_mapping``, and nothing else."""
         block = torch.div(layout.slot_mapping, layout.block_size, rounding_mode="floor")
         offset = layout.slot_mapping % layout.block_size
-        cache["key"][block, offset] = key.to(cache["key"].dtype)
-        cache["value"][block, offset] = value.to(cache["value"].dtype)
+        cache["key"][block, offset] = narrow(key, cache["key"].dtype)
+        cache["value"][block, offset] = narrow(value, cache["value"].dtype)
 
 
 @attrs.frozen

@@ -18,3 +18,10 @@ def dtype_named(name: str) -> torch.dtype:
 def widen(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the dtype of its arithmetic: float64 stays, everything narrower becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+
+
+def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in ``dtype``. In FP8, which has no infinity, magnitudes past its largest become the largest."""
+    if dtype == torch.float8_e4m3fn:
+        tensor = tensor.clamp(-448.0, 448.0)
+    return tensor.to(dtype)

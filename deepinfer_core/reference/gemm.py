@@ -11,6 +11,7 @@ from deepinfer_core.api import BuildContext, LinearRequest, QuantisedWeight, Wei
 
 from .dtypes import dtype_named, widen
 from .fp_formats import dequantise
+from .quantise import round_groups
 
 
 @attrs.frozen
@@ -29,6 +30,8 @@ class Linear:
         self._out_dtype = dtype_named(request.out_dtype)
         self._shape = (request.out_features, request.in_features)
         self._device = context.device
+        format, _, group = request.activations.rpartition(":")
+        self._rounding = (format, int(group)) if format else None
 
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedLinear:
         """Stack ``[out_i, in_features]`` parts along the output; a single part already in place is used as it is."""
@@ -40,7 +43,12 @@ class Linear:
     def run(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, out_features]`` in ``out_dtype``."""
         bias = None if weight.bias is None else widen(weight.bias)
-        return torch.nn.functional.linear(widen(x), widen(weight.weight), bias).to(self._out_dtype)
+        rows = widen(x)
+        if self._rounding is not None:
+            format, group = self._rounding
+            padded = torch.nn.functional.pad(rows.to(torch.float32), (0, -rows.shape[1] % group))
+            rows = round_groups(padded, format, group)[:, : rows.shape[1]].to(rows.dtype)
+        return torch.nn.functional.linear(rows, widen(weight.weight), bias).to(self._out_dtype)
 
 
 def stacked(parts: Sequence[WeightPart], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -95,7 +95,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
 @hookimpl
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return [
-        _provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS),
+        _provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS | {"rounded_activations"}),
         _provider("batched_linear", "gemm.batched", "grouped:BatchedLinear", COMMON_CAPS),
         _provider("grouped_linear", "gemm.grouped", "grouped:GroupedLinear", COMMON_CAPS | {"packed_weights"}),
     ]

@@ -37,6 +37,7 @@ class Linear(Operation):
         parts: int = 1,
         out_dtype: str = "",
         stored: str = "",
+        activations: str = "",
         variant: str = "",
     ) -> None:
         self.request = LinearRequest(
@@ -46,6 +47,7 @@ class Linear(Operation):
             out_dtype=out_dtype or dtype,
             weight_dtype=stored or dtype,
             bias=bias,
+            activations=activations,
         )
         self.variant = variant
         self._parts = parts
@@ -78,6 +80,8 @@ class Linear(Operation):
 
     def bounds(self, inputs: Tensors, constants: Mapping[str, Any], expected: Tensors) -> Tensors:
         size = inputs["x"].abs() @ magnitudes(constants["weights"]).T
+        if self.request.activations:
+            size = size * (1 + 2**-4)  # by as much may rounding to e4m3 enlarge an input
         if "bias" in constants:
             size = size + constants["bias"].to(torch.float64).abs()
         return {"y": gamma(self.request.in_features) * size + rounding(expected["y"], self.dtypes()["y"])}
@@ -237,6 +241,13 @@ def cases(dtype: str) -> Iterator[Case]:
         for packed, shape in ((Linear, (256, 192)), (BatchedLinear, (128, 128)), (GroupedLinear, (128, 256))):
             make: Any = partial(packed, dtype, shape, stored=stored, variant=stored)
             yield from operation_cases(make, dtype=dtype, tier="full", only=("odd_rows", "one_row", "zero_rows"))
+    stored = quantised_name("fp8:e4m3", (128, 128))
+    rounded: Any = partial(
+        Linear, dtype, (256, 192), stored=stored, activations="fp8:e4m3:128", variant=f"{stored},rounded"
+    )
+    yield from operation_cases(
+        rounded, dtype=dtype, tier="full", required=False, only=("odd_rows", "one_row", "zero_rows", "extremes")
+    )
     for other in other_dtypes(dtype):
         yield from operation_cases(
             partial(Linear, other), dtype=other, tier="serves", required=False, only=("odd_rows", "extremes")

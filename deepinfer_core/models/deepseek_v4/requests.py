@@ -76,8 +76,11 @@ class Needs:
         return next(iter(found), self.options.dtype)
 
     def linear(self, inp: int, out: int, names: Iterable[str], **changes: Any) -> LinearRequest:
+        stored = self.stored_dtype(names)
         shape = {"in_features": inp, "out_features": out, "out_dtype": self.options.dtype, **self.common}
-        return LinearRequest(**(shape | {"weight_dtype": self.stored_dtype(names)} | changes))
+        packed = stored.startswith(("fp8:", "fp4:"))
+        rounded = f"fp8:e4m3:{self.formats.block[1]}" if packed and self.options.fp8_activations else ""
+        return LinearRequest(**(shape | {"weight_dtype": stored, "activations": rounded} | changes))
 
 
 def main_prefixes(c: V4Config) -> tuple[tuple[str, LayerKind, bool], ...]:
