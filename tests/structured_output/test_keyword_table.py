@@ -118,4 +118,12 @@ def test_annotations_and_foreign_options_do_not_reach_a_library() -> None:
     assert accepts_bytes(grammar, found, "[7]")
     assert not accepts_bytes(grammar, found, "[7, 7]")
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
-        compiler().check(spec(json=schema | {"uniqueItems": True}))
+        compiler().check(spec(json=schema | {"uniqueItems": True, "maxItems": 2}))
+
+
+@pytest.mark.parametrize("said", [{"uniqueItems": False}, {"uniqueItems": True, "maxItems": 1}])
+def test_uniqueness_that_leaves_out_no_document_needs_nobody(said: Any) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, **said}
+    for library in LIBRARIES:
+        found = spec(json=schema)
+        assert accepts_bytes(compiler(library, merged=False).compile(found), found, "[7]")

@@ -115,14 +115,24 @@ def _children(schema: Mapping[str, Any]) -> Iterator[Any]:
             yield value
 
 
+def says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a keyword of a schema leaves out no document."""
+    if keyword == "uniqueItems":
+        most = schema.get("maxItems")
+        return schema[keyword] is False or (isinstance(most, int | float) and most <= 1)
+    return keyword in ANNOTATIONS or keyword.startswith("x-")
+
+
 def features(schema: Any) -> dict[str, None]:
     """What a library must enforce, in order of appearance: keywords, and ``format: name`` for each format."""
     found: dict[str, None] = {}
     for one in subschemas(_without_address(schema)):
-        if one is False:
-            found["false"] = None
-        for keyword, value in one.items() if isinstance(one, Mapping) else ():
-            if keyword in ANNOTATIONS or keyword.startswith("x-"):
+        if isinstance(one, bool):
+            if not one:
+                found["false"] = None
+            continue
+        for keyword, value in one.items():
+            if says_nothing(keyword, one):
                 continue
             if keyword == "format":
                 found[f"format: {value}"] = None
@@ -182,7 +192,7 @@ def _simplified(schema: Any) -> Any:
         return schema
     out: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in ANNOTATIONS or keyword.startswith("x-"):
+        if says_nothing(keyword, schema):
             continue
         if keyword in MAPS_OF_SCHEMAS:
             value = {name: _simplified(one) for name, one in value.items()}
