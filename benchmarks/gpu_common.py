@@ -52,7 +52,7 @@ def build(request: OpRequest, name: str | None = None, max_model_len: int = 1310
 
     registry = load_plugins(files=plugin_paths())
     chosen = choose_device(registry, "nvidia_sm100", dict(os.environ))
-    hooks = ("attention", "gemm", "pointwise", "sampling", "runner_ops", "kv_layout")
+    hooks = ("attention", "fused", "gemm", "pointwise", "sampling", "runner_ops", "kv_layout")
     providers = [item for hook in hooks for item in registry.collect(f"deepinfer_{hook}", device=chosen.device)]
     user = {} if name is None else {request.op: [f"nvidia_sm100:{name}"]}
     (choice,) = choose({"op": request}, providers, user=user, fallback="allow", backend_plugin=chosen.plugin)

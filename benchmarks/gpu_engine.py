@@ -10,92 +10,63 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import QWEN3, finish, print_table, random_prompts
+from common import finish, print_table, random_prompts
 from gpu_common import Results, plugin_paths
-from safetensors.torch import save_file
+from gpu_model import QUICK, QWEN3_4B, checkpoint, kv_bytes, weight_bytes
 
 if TYPE_CHECKING:
+    from deepinfer_core.api import Stream
     from deepinfer_core.engine.step_timing import StepTiming
 
-QWEN3_4B: Mapping[str, Any] = {
-    **QWEN3,
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "torch_dtype": "bfloat16",
-}
-QUICK: Mapping[str, Any] = {**QWEN3_4B, "num_hidden_layers": 4, "vocab_size": 32000}
 BATCHES = (1, 8, 64, 256)
 PROMPT, STEPS = 512, 64
+HELD_CYCLES = 12_000_000
+"""Of the device's clock: some six milliseconds, more than the host takes to launch a recorded step."""
+PARTS = {"fused.attention_inputs": ["parts"], "fused.gated_linear": ["parts"]}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "synchronous": {"scheduling.async_scheduling": False},
+    "graphs": {"scheduling.decode_graphs": False},
+    "invariant": {"features.batch_invariant": True},
+    "parts": {"ops": PARTS},
+    "inputs": {"ops": {"fused.gated_linear": ["parts"]}},
+}
+"""What ``--variants`` names: the loop not one step ahead, no recorded steps, batch invariance, no regions, only the
+one before attention."""
+MIXED = (64, 512, 64, 2048, 128, 4096, 256, 1024)
+"""Lengths of prompts, over and over, where contexts are mixed."""
 
 
-def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Random weights as training begins, made on the GPU and saved unless they are there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "model.safetensors"
-    if file.exists():
-        return folder
-    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+class HeldStream:
+    """Puts a wait on the device before each closure, and marks in time where its work begins and ends."""
 
-    def normal(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, device="cuda") * 0.02).to(torch.bfloat16).cpu()
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
+    def submit(self, fn: Callable[[], Any]) -> Any:
+        def held() -> Any:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(HELD_CYCLES)
+            start.record()
+            result = fn()
+            end.record()
+            self.spans.append((start, end))
+            return result
 
-    tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, shape in (
-            ("self_attn.q_proj", (query, hidden)),
-            ("self_attn.k_proj", (kv, hidden)),
-            ("self_attn.v_proj", (kv, hidden)),
-            ("self_attn.o_proj", (hidden, query)),
-            ("mlp.gate_proj", (inner, hidden)),
-            ("mlp.up_proj", (inner, hidden)),
-            ("mlp.down_proj", (hidden, inner)),
-        ):
-            tensors[f"{prefix}{name}.weight"] = normal(*shape)
-        for name, size in (
-            ("input_layernorm", hidden),
-            ("post_attention_layernorm", hidden),
-            ("self_attn.q_norm", dim),
-            ("self_attn.k_norm", dim),
-        ):
-            tensors[f"{prefix}{name}.weight"] = ones(size)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
+        return self._stream.submit(held)
 
-
-def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Read by a decode step: every matrix, the tied embedding as the output head."""
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    layer = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * inner
-    return 2 * int(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
-
-
-def kv_bytes(config: Mapping[str, Any], tokens: float) -> float:
-    """Keys and values of this many tokens, in every layer."""
-    return float(4 * tokens * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
+    def close(self) -> None:
+        self._stream.close()
 
 
 class Engine:
@@ -116,12 +87,12 @@ class Engine:
         self.llm = LLM(path, accelerator="nvidia_sm100", config=config)
         self.load_seconds = time.monotonic() - began
 
-    def generate(self, batch: int, prompt: int, tokens: int) -> float:
-        """Seconds for this many requests at once."""
+    def generate(self, lengths: Sequence[int], tokens: int) -> float:
+        """Seconds for prompts of these lengths at once."""
         from deepinfer_core import SamplingParams
 
         vocab = self.llm.engine.planned.spec.vocab_size
-        prompts = random_prompts(batch, prompt, seed=batch + tokens, vocab_size=vocab)
+        prompts = [random_prompts(1, n, seed=i + tokens, vocab_size=vocab)[0] for i, n in enumerate(lengths)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         torch.cuda.synchronize()
         began = time.monotonic()
@@ -130,32 +101,49 @@ class Engine:
         assert all(len(o.outputs[0].token_ids) == tokens for o in outputs), outputs[0]
         return spent
 
-    def step_ms(self, batch: int) -> dict[str, float]:
+    def step_ms(self, lengths: Sequence[int]) -> dict[str, float]:
         """Milliseconds from result to result of steps in which every request decodes: median, and tokens of context."""
-        self.generate(batch, PROMPT, 4)
-        tokens = STEPS + batch * PROMPT // 2048  # the first requests decode while others' prompts run
+        batch = len(lengths)
+        self.generate(lengths, 4)
+        tokens = STEPS + sum(lengths) // 2048  # the first requests decode while others' prompts run
         timings: list[StepTiming] = []
         observer = self.llm.engine.core.observer
         watcher = timings.append
         observer.watchers.append(watcher)
-        self.generate(batch, PROMPT, tokens)
+        self.generate(lengths, tokens)
         observer.watchers.remove(watcher)
         whole = [(t.number, t.wait_end) for t in timings if t.tokens == batch and t.prefill == 0]
         gaps = [b - a for (m, a), (n, b) in pairwise(whole) if n == m + 1]
-        return {"ms": statistics.median(gaps) * 1000, "steps": len(gaps), "context": PROMPT + tokens / 2}
+        context = sum(lengths) / batch + tokens / 2
+        return {"ms": statistics.median(gaps) * 1000, "steps": len(gaps), "context": context}
+
+    def busy_ms(self, batch: int) -> float:
+        """Milliseconds that the device works on a decode step: every step is launched behind a wait on the device
+        that is longer than launching takes, so that nothing between its first and last kernel waits for the host."""
+        runner = self.llm.engine.core.runner
+        held = HeldStream(runner.stream)
+        runner.stream, before = held, runner.stream
+        try:
+            self.generate([PROMPT] * batch, STEPS // 2 + batch * PROMPT // 2048)
+        finally:
+            runner.stream = before
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) for start, end in held.spans[-STEPS // 4 : -2]]
+        return float(statistics.median(times))
 
     def prefill(self, prompts: int, length: int) -> float:
         """Tokens a second of prompts alone."""
-        self.generate(prompts, length, 1)
-        return prompts * length / min(self.generate(prompts, length, 1) for _ in range(3))
+        lengths = [length] * prompts
+        self.generate(lengths, 1)
+        return prompts * length / min(self.generate(lengths, 1) for _ in range(3))
 
     def profile(self, batch: int, tokens: int = 24) -> dict[str, Any]:
         """Share of the time in which the device had nothing to do, and the kernels by time, while decoding."""
         from torch.profiler import ProfilerActivity, profile
 
-        self.generate(batch, 64, 4)
+        self.generate([64] * batch, 4)
         with profile(activities=[ProfilerActivity.CUDA]) as found:
-            self.generate(batch, 64, tokens)
+            self.generate([64] * batch, tokens)
         kernels = sorted(
             (e.time_range.start, e.time_range.end, e.name)
             for e in found.events()
@@ -223,9 +211,13 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, default=Path("/dev/shm/qwen3-4b-random"), help="where the model goes"
     )
-    parser.add_argument("--transformers", action="store_true", help="its generate beside")
-    parser.add_argument("--profile", action="store_true", help="idle share and kernels by time")
-    parser.add_argument("--variants", action="store_true", help="without graphs, synchronous, batch-invariant")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=["decode", "prefill", "idle"],
+        help="decode, prefill, idle, mixed (contexts), steps (of up to 8,192 tokens), profile, transformers",
+    )
+    parser.add_argument("--variants", nargs="*", default=[], help=", ".join(VARIANTS))
     parser.add_argument("--quick", action="store_true", help="four layers")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
@@ -240,59 +232,91 @@ def main() -> None:
     ceilings = results.measure("ceilings", lambda: {"copy": copy_bandwidth(), "bf16": matrix_rate()})
     print(f"copy {ceilings['copy'] / 1e9:,.0f} GB/s, bf16 {ceilings['bf16'] / 1e12:,.0f} TFLOP/s", flush=True)
     path = checkpoint(options.checkpoint, config)
-    variants: dict[str, dict[str, Any]] = {"": {}}
-    if options.variants:
-        variants |= {
-            " synchronous": {"scheduling.async_scheduling": False},
-            " without graphs": {"scheduling.decode_graphs": False},
-            " batch-invariant": {"features.batch_invariant": True},
-        }
-    rows: list[list[Any]] = []
-    for variant, settings in variants.items():
-        engine = Engine(path, **settings)
-        results.measure(f"load{variant}", lambda e=engine: {"seconds": e.load_seconds})
-        for batch in (1, 64) if variant else BATCHES:
-            key = f"decode {batch}{variant}"
-            found = results.measure(key, lambda b=batch, e=engine: decode_share(e, config, b, ceilings["copy"]))
-            rows.append([key, found.get("ms"), found.get("floor_ms"), found.get("of_floor")])
-            print(rows[-1], flush=True)
-        if not variant:
-            for prompts, length in ((1, 2048), (8, 2048), (64, 512)):
-                key = f"prefill {prompts}x{length}"
-                found = results.measure(
-                    key, lambda p=prompts, n=length, e=engine: prefill_share(e, config, p, n, ceilings["bf16"])
-                )
-                rows.append([key, None, None, found.get("of_matrix_rate"), found.get("tokens_per_second")])
-                print(rows[-1], flush=True)
-        if options.profile and variant in ("", " synchronous"):
-            for batch in (1, 64):
-                found = results.measure(f"profile {batch}{variant}", lambda b=batch, e=engine: e.profile(b))
-                print(f"profile {batch}{variant}", json.dumps(found, indent=1), flush=True)
-        engine.close()
-        del engine
-    if options.transformers:
+    session = Session(results, config, path, ceilings, set(options.only))
+    session.engine("", {})
+    for variant in options.variants:
+        session.engine(f" {variant}", VARIANTS[variant])
+    if "steps" in options.only:
+        for tokens in (2048, 8192):
+            session.steps(tokens)
+    if "transformers" in options.only:
         for batch in (1, 8):
-            found = results.measure(f"transformers {batch}", lambda b=batch: transformers_ms(path, b))
-            rows.append([f"transformers {batch}", found.get("ms"), None, None])
-    width = max(len(row) for row in rows)
-    header = ["", "ms a step", "floor", "of floor or of matrix rate", "tokens/s"][:width]
-    print_table(header, [row + [None] * (width - len(row)) for row in rows])
+            session.take(f"transformers {batch}", partial(transformers_ms, path, batch))
+    print_table(
+        ["", "ms a step", "floor", "share", "tokens/s"],
+        [
+            [key, e.get("ms"), e.get("floor_ms"), e.get("of_floor", e.get("of_matrix_rate", e.get("idle"))), rate(e)]
+            for key, e in results.entries.items()
+        ],
+    )
     finish(results.entries, options.json)
 
 
-def decode_share(engine: Engine, config: Mapping[str, Any], batch: int, bandwidth: float) -> dict[str, Any]:
-    found = engine.step_ms(batch)
-    floor = (weight_bytes(config) + kv_bytes(config, batch * found["context"])) / bandwidth * 1000
-    return {**found, "floor_ms": floor, "of_floor": floor / found["ms"]}
+def rate(entry: Mapping[str, Any]) -> Any:
+    return entry.get("tokens_per_second")
 
 
-def prefill_share(engine: Engine, config: Mapping[str, Any], prompts: int, length: int, rate: float) -> dict[str, Any]:
-    """Tokens a second, and their operations over cuBLAS's rate: weights, and half the square of attention."""
-    speed = engine.prefill(prompts, length)
-    attention = 2 * length * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]
-    head = 2 * config["vocab_size"] * config["hidden_size"] * (1 - 1 / length)  # one row of logits a prompt
-    each = weight_bytes(config) - head + attention
-    return {"tokens_per_second": speed, "of_matrix_rate": speed * each / rate}
+class Session:
+    """What is measured of which engine, and where it is written."""
+
+    def __init__(
+        self, results: Results, config: Mapping[str, Any], path: Path, ceilings: Mapping[str, float], only: set[str]
+    ) -> None:
+        self._results, self._config, self._path, self._ceilings, self._only = results, config, path, ceilings, only
+
+    def take(self, key: str, fn: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        found = self._results.measure(key, fn)
+        print(key, {k: v for k, v in found.items() if not isinstance(v, dict)}, flush=True)
+        return found
+
+    def engine(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Everything about one way to set an engine up; a variant of it at one and at 64 requests only."""
+        engine = Engine(self._path, **settings)
+        self.take(f"load{name}", lambda: {"seconds": engine.load_seconds})
+        batches = (1, 64) if name else BATCHES
+        if "decode" in self._only:
+            for batch in batches:
+                self.take(f"decode {batch}{name}", partial(self._decode, engine, [PROMPT] * batch))
+        if "idle" in self._only and name in ("", " synchronous"):
+            for batch in batches:
+                self.take(f"idle {batch}{name}", partial(self._idle, engine, batch, f"decode {batch}{name}"))
+        if "mixed" in self._only and not name:
+            self.take("decode 64 mixed", partial(self._decode, engine, (MIXED * 8)[:64]))
+        if "prefill" in self._only and not name:
+            for prompts, length in ((1, 2048), (8, 2048), (64, 512)):
+                self.take(f"prefill {prompts}x{length}", partial(self._prefill, engine, prompts, length))
+        if "profile" in self._only and name in ("", " synchronous"):
+            for batch in (1, 64):
+                self.take(f"profile {batch}{name}", partial(engine.profile, batch))
+        engine.close()
+
+    def steps(self, tokens: int) -> None:
+        """Prompts with more tokens a step."""
+        engine = Engine(self._path, **{"scheduling.max_batch_tokens": tokens, "scheduling.max_running": 64})
+        for prompts, length in ((8, 2048), (4, 8000)):
+            key = f"prefill {prompts}x{length} steps of {tokens}"
+            self.take(key, partial(self._prefill, engine, prompts, length))
+        engine.close()
+
+    def _decode(self, engine: Engine, lengths: Sequence[int]) -> dict[str, Any]:
+        found = engine.step_ms(lengths)
+        cached = kv_bytes(self._config, len(lengths) * found["context"])
+        floor = (weight_bytes(self._config) + cached) / self._ceilings["copy"] * 1000
+        return {**found, "floor_ms": floor, "of_floor": floor / found["ms"]}
+
+    def _idle(self, engine: Engine, batch: int, decode: str) -> dict[str, Any]:
+        """Share of a decode step in which the device does nothing."""
+        busy = engine.busy_ms(batch)
+        return {"busy_ms": busy, "idle": 1 - busy / self._results.entries[decode]["ms"]}
+
+    def _prefill(self, engine: Engine, prompts: int, length: int) -> dict[str, Any]:
+        """Tokens a second, and their operations over cuBLAS's rate: weights, and half the square of attention."""
+        config = self._config
+        speed = engine.prefill(prompts, length)
+        attention = 2 * length * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]
+        head = 2 * config["vocab_size"] * config["hidden_size"] * (1 - 1 / length)  # one row of logits a prompt
+        each = weight_bytes(config) - head + attention
+        return {"tokens_per_second": speed, "of_matrix_rate": speed * each / self._ceilings["bf16"]}
 
 
 if __name__ == "__main__":

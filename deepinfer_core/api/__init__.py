@@ -42,6 +42,14 @@ from .errors import (
     PlanError,
     PluginError,
 )
+from .fused import (
+    PARTS,
+    AttentionInputs,
+    AttentionInputsRequest,
+    GatedLinear,
+    GatedLinearRequest,
+    Region,
+)
 from .gemm import (
     BatchedLinear,
     BatchedLinearRequest,
@@ -199,6 +207,7 @@ __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
     "GREEDY_TEMPERATURE",
+    "PARTS",
     "PROJECT",
     "PURPOSE_COIN",
     "PURPOSE_DRAW",
@@ -207,6 +216,8 @@ __all__ = [
     "Admit",
     "AppendTokens",
     "AppendTokensRequest",
+    "AttentionInputs",
+    "AttentionInputsRequest",
     "BatchedLinear",
     "BatchedLinearRequest",
     "BuildContext",
@@ -249,6 +260,8 @@ __all__ = [
     "EventKind",
     "ExtraValue",
     "FallbackPolicy",
+    "GatedLinear",
+    "GatedLinearRequest",
     "Graph",
     "GroupedLinear",
     "GroupedLinearRequest",
@@ -306,6 +319,7 @@ __all__ = [
     "QuantiseDequantise",
     "QuantiseDequantiseRequest",
     "QuantisedWeight",
+    "Region",
     "RequestArrays",
     "RequestView",
     "RmsNorm",

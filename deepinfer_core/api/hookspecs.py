@@ -169,6 +169,23 @@ def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:  # type: ign
 
 
 @hookspec
+def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
+    """Providers of `fused.*` operators, regions that outrank their parts: `fused.attention_inputs` (norm of the heads,
+    rotary embedding, cache write) and `fused.gated_linear` (merged product and gated activation). A region that no
+    provider of yours is eligible for is served by its parts, so offer one only where it is faster. Users refuse one
+    with `ops."fused.gated_linear" = ["parts"]`.
+
+    ```python
+    @hookimpl
+    def deepinfer_fused(device):
+        if device.backend != "acme":
+            return []
+        return [Provider(name="gated", op="fused.gated_linear", build=LazyRef("deepinfer_acme.gated:Gated"))]
+    ```
+    """
+
+
+@hookspec
 def deepinfer_kv_layout(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
     """Providers of `kv_layout.*`: how cache groups lie in memory. The layout is chosen before the operators that read
     it.

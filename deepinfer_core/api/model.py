@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
+from .fused import Region
 from .kv_layout import CacheGroupSpec
 from .provider import LazyRef, OpRequest
 
@@ -130,6 +131,7 @@ class ModelSpec:
         cache_groups: state kept per token.
         block_alignment: block_size must be a multiple of this (lcm of compression rates).
         ops: slot name (an identifier) -> request.
+        regions: slot name -> what may take the place of some of ``ops``.
         tensors: every tensor read, by checkpoint name.
         host_token_ids: True if an operator needs token ids on the host, which makes the loop synchronous.
         draft: set for a draft module.
@@ -146,6 +148,7 @@ class ModelSpec:
     tensors: Mapping[str, TensorSpec]
     block_alignment: int = 1
     host_token_ids: bool = False
+    regions: Mapping[str, Region] = attrs.field(factory=dict)
     draft: DraftModuleSpec | None = None
 
 
@@ -156,7 +159,8 @@ class ModelContext:
     Attributes:
         spec: what :meth:`ModelDefinition.describe` returned.
         config: the checkpoint's config.json.
-        ops: frozen table, one attribute per slot of ``spec.ops``.
+        ops: frozen table, one attribute per slot of ``spec.ops`` and ``spec.regions``: the regions that were chosen,
+            and no operator that chosen regions replace. ``getattr(ops, slot, None)`` says which.
         weights: the checkpoint, already checked against ``spec.tensors``.
         device: torch device.
         progress: called with a tensor name after each tensor that was loaded.

@@ -61,6 +61,7 @@ class Choice:
         provider: ``plugin:provider``. score, reason: its verdict.
         source: who decided: the user's list, the provider's score, or the reference as fallback.
         losers: every other candidate.
+        replaces: of a region, the slots it takes the place of.
         proofs: demanded cap -> the test that proves it for this provider (``Provider.proofs``).
     """
 
@@ -73,6 +74,7 @@ class Choice:
     source: Literal["user", "score", "reference"]
     losers: tuple[Loser, ...] = ()
     proofs: Mapping[str, str] = attrs.field(factory=dict)
+    replaces: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -83,7 +85,8 @@ class EnginePlan:
         api: interface version of the core. core: its package version.
         accelerator: backend name; device: its probe's answer, as plain data.
         plugins: loaded plugins, by name.
-        choices: one per slot, in slot order.
+        choices: one per slot, in slot order, regions first; what they replace is left out.
+        declined: regions whose parts serve instead: the provider is ``"parts"``, and the reason says why.
         policy: scheduling policy, ``plugin:name``; drafter: likewise, or None.
         features: names of switched-on features. facts: device and library facts, for display.
     """
@@ -95,6 +98,7 @@ class EnginePlan:
     plugins: tuple[PluginRecord, ...]
     choices: tuple[Choice, ...]
     policy: str
+    declined: tuple[Choice, ...] = ()
     drafter: str | None = None
     features: tuple[str, ...] = ()
     facts: Mapping[str, str] = attrs.field(factory=dict)

@@ -14,6 +14,7 @@ import attrs
 import deepinfer_core
 from deepinfer_core.api import (
     API_VERSION,
+    PARTS,
     BuildContext,
     CacheGroupSpec,
     CheckpointError,
@@ -38,11 +39,13 @@ from deepinfer_core.api import (
 from deepinfer_core.checkpoint import Checkpoint
 from deepinfer_core.config import EngineConfig, check_environment, check_plugin_tables, plugin_settings
 from deepinfer_core.plugins import (
+    ChosenRegions,
     DeviceChoice,
     Registry,
     check_user_keys,
     choose,
     choose_device,
+    choose_regions,
     claimed,
     load_plugins,
     resolve,
@@ -170,11 +173,12 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     module = None if drafter is None else drafter.module
     _check_keys(config, chosen, spec, requests, module)
     fallback = _fallback(config, chosen.device)
-    choices = _choose_all(config, spec, requests, providers, chosen, fallback)
+    choices, declined = _choose_all(config, spec, requests, providers, chosen, fallback)
     if drafter is not None and module is not None:
-        own = _choose_all(own_keys(config), module.spec, dict(module.spec.ops), providers, chosen, fallback)
+        own, parts = _choose_all(own_keys(config), module.spec, dict(module.spec.ops), providers, chosen, fallback)
         drafter = attrs.evolve(drafter, module=attrs.evolve(module, choices=own))
         choices += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in own)
+        declined += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in parts)
     policy_plugin, policy_info = resolve(registry, "policy", config.scheduling.policy)
     constraints = choose_compiler(config, registry)
     loop = loop_mode(config, spec, device, _sampling_providers(choices, providers), host_drafts=on_host)
@@ -185,6 +189,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         device=_device_data(chosen),
         plugins=registry.records,
         choices=choices,
+        declined=declined,
         policy=f"{policy_plugin}:{policy_info.name}",
         drafter=None if drafter is None else f"{drafter.plugin}:{drafter.info.name}",
         features=tuple(name for name, on in attrs.asdict(config.features).items() if on),
@@ -192,7 +197,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
             **({} if constraints is None else {"grammars": f"{constraints[0]}:{constraints[1].name}"}),
             **device.describe(),
             "loop": loop,
-            "decode_graphs": graph_mode(config, device, spec.ops, choices, providers),
+            "decode_graphs": graph_mode(config, device, {*spec.ops, *spec.regions}, choices, providers),
             **({} if drafter is None else drafter.facts(config)),
         },
     )
@@ -291,9 +296,15 @@ def _check_keys(
     module: PlannedModule | None,
 ) -> None:
     """Refuse keys of ``ops`` that name nothing, in the target or in its draft module."""
-    own = {} if module is None else {**_layout_requests(config, module.spec, chosen), **module.spec.ops}
+    own = {} if module is None else _model_requests(config, module.spec, chosen)
     prefixed = {PREFIX + slot: request for slot, request in own.items()}
-    check_user_keys(config.ops, {**_layout_requests(config, spec, chosen), **requests, **prefixed})
+    check_user_keys(config.ops, {**_model_requests(config, spec, chosen), **requests, **prefixed})
+
+
+def _model_requests(config: EngineConfig, spec: ModelSpec, chosen: DeviceChoice) -> dict[str, OpRequest]:
+    """What may be chosen for a model: layouts, operators, regions."""
+    regions = {slot: region.request for slot, region in spec.regions.items()}
+    return {**_layout_requests(config, spec, chosen), **spec.ops, **regions}
 
 
 def _choose_all(
@@ -303,21 +314,34 @@ def _choose_all(
     providers: list[tuple[str, Provider]],
     chosen: DeviceChoice,
     fallback: FallbackPolicy,
-) -> tuple[Choice, ...]:
-    """Layouts first: what they are called is a demand on everything that touches their groups."""
-    layouts = _layout_requests(config, spec, chosen)
-    rest = dict(requests)
+) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+    """What was chosen, and the regions that were not.
 
-    def decide(requests: dict[str, OpRequest]) -> tuple[Choice, ...]:
+    Layouts first: what they are called is a demand on everything that touches their groups. Then regions, which leave
+    out operators.
+    """
+    layouts = _layout_requests(config, spec, chosen)
+
+    def decide(requests: Mapping[str, OpRequest]) -> tuple[Choice, ...]:
         return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=chosen.plugin)
 
     decided = decide(layouts)
     names = {g.name: c.provider.partition(":")[2] for g, c in zip(spec.cache_groups, decided, strict=True)}
-    for slot, request in rest.items():
-        layouts_touched = {f"kv_layout:{names[group]}" for group in request.cache_groups}
-        if layouts_touched:
-            rest[slot] = attrs.evolve(request, demands=request.demands | layouts_touched)
-    return decided + decide(rest)
+
+    def located(request: OpRequest) -> OpRequest:
+        touched = {f"kv_layout:{names[group]}" for group in request.cache_groups}
+        return attrs.evolve(request, demands=request.demands | touched) if touched else request
+
+    rest = {slot: located(request) for slot, request in requests.items()}
+    regions: ChosenRegions = choose_regions(
+        {slot: attrs.evolve(region, request=located(region.request)) for slot, region in spec.regions.items()},
+        rest,
+        providers,
+        user=config.ops,
+        backend_plugin=chosen.plugin,
+    )
+    served = decide({slot: request for slot, request in rest.items() if slot in regions.left})
+    return decided + regions.chosen + served, regions.declined
 
 
 def _sampling_providers(choices: tuple[Choice, ...], providers: list[tuple[str, Provider]]) -> list[Provider]:
@@ -359,7 +383,7 @@ def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:
 
 def _plugins_named(config: EngineConfig) -> Iterable[str]:
     """Plugins that settings refer to by name: these must load, or it is an error."""
-    names = {name.partition(":")[0] for choices in config.ops.values() for name in choices}
+    names = {name.partition(":")[0] for choices in config.ops.values() for name in choices if name != PARTS}
     for setting in (
         config.accelerator,
         config.scheduling.policy,

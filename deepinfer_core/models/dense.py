@@ -14,10 +14,12 @@ import attrs
 import torch
 
 from deepinfer_core.api import (
+    AttentionInputsRequest,
     CacheEntry,
     CacheGroupSpec,
     ConfigError,
     EmbeddingRequest,
+    GatedLinearRequest,
     LinearRequest,
     ModelBatch,
     ModelContext,
@@ -25,6 +27,7 @@ from deepinfer_core.api import (
     ModelSpec,
     OpRequest,
     PagedAttentionRequest,
+    Region,
     RmsNormRequest,
     RopeRequest,
     SwigluRequest,
@@ -189,12 +192,46 @@ def _requests(c: DenseConfig, o: ModelOptions, max_model_len: int) -> dict[str, 
     return ops
 
 
+def _regions(c: DenseConfig, ops: Mapping[str, Any]) -> dict[str, Region]:
+    """What can take the place of some of ``ops``, with fields as there."""
+    merged, activation, rope = ops["gate_up"], ops["swiglu"], ops["rope"]
+    common = {"device_type": merged.device_type, "demands": merged.demands, "dtype": merged.dtype}
+    gated = GatedLinearRequest(
+        in_features=merged.in_features,
+        width=activation.width,
+        weight_dtype=merged.weight_dtype,
+        bias=merged.bias,
+        **common,
+    )
+    regions = {"gated_linear": Region(request=gated, replaces=("gate_up", "swiglu"))}
+    for kind in dict.fromkeys(c.kinds):
+        write = ops[f"write_kv_{kind}"]
+        inputs = AttentionInputsRequest(
+            cache_group=write.cache_group,
+            layer_kind=write.layer_kind,
+            q_heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            theta=rope.theta,
+            scaling=rope.scaling,
+            max_positions=rope.max_positions,
+            norm_eps=c.eps if c.qk_norm else None,
+            cache_dtype=write.cache_dtype,
+            block_size=write.block_size,
+            **common,
+        )
+        parts = (*(("head_norm",) if c.qk_norm else ()), "rope", f"write_kv_{kind}")
+        regions[f"attention_inputs_{kind}"] = Region(request=inputs, replaces=parts)
+    return regions
+
+
 @attrs.frozen(kw_only=True)
 class DenseLayer:
-    """Weights and operators of one decoder layer."""
+    """Weights and operators of one decoder layer. ``inputs`` and ``write_kv``: one is None, the other serves."""
 
     kind: LayerKind
     cache_index: int
+    inputs: Any
     write_kv: Any
     attention: Any
     input_norm: torch.Tensor
@@ -219,6 +256,8 @@ class DenseModel:
         self.head_weight = parts["head"]
         self.final_norm: torch.Tensor = parts["norm"]
         self._kinds = tuple(dict.fromkeys(config.kinds))
+        self._rope = getattr(ops, "rope", None)
+        self._gated = getattr(ops, "gated_linear", None)
 
     @classmethod
     def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelSpec:
@@ -237,6 +276,7 @@ class DenseModel:
             )
             for kind in dict.fromkeys(c.kinds)
         )
+        ops = _requests(c, options, max_model_len)
         return ModelSpec(
             architecture="Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM",
             vocab_size=c.vocab,
@@ -245,7 +285,8 @@ class DenseModel:
             num_layers=c.layers,
             hidden_size=c.hidden,
             cache_groups=groups,
-            ops=_requests(c, options, max_model_len),
+            ops=ops,
+            regions=_regions(c, ops),
             tensors=_tensors(c),
         )
 
@@ -271,6 +312,7 @@ class DenseModel:
         parts["head"] = ops.head.prepare([embedding if c.tied else read("lm_head.weight")])
         del embedding
         layers = parts["layers"] = []
+        gate_up = getattr(ops, "gated_linear", None) or ops.gate_up
         seen = {"full": 0, "window": 0}
         for index, kind in enumerate(c.kinds):
             p = _prefix(index)
@@ -278,7 +320,8 @@ class DenseModel:
                 DenseLayer(
                     kind=kind,
                     cache_index=seen[kind],
-                    write_kv=getattr(ops, f"write_kv_{kind}"),
+                    inputs=getattr(ops, f"attention_inputs_{kind}", None),
+                    write_kv=getattr(ops, f"write_kv_{kind}", None),
                     attention=getattr(ops, f"attention_{kind}"),
                     input_norm=vector(p + "input_layernorm.weight"),
                     post_norm=vector(p + "post_attention_layernorm.weight"),
@@ -286,7 +329,7 @@ class DenseModel:
                     k_norm=vector(p + "self_attn.k_norm.weight") if c.qk_norm else None,
                     qkv=linear(ops.qkv, p + "self_attn.", ("q_proj", "k_proj", "v_proj"), c.attention_bias),
                     out=linear(ops.attention_out, p + "self_attn.", ("o_proj",), c.attention_bias),
-                    gate_up=linear(ops.gate_up, p + "mlp.", ("gate_proj", "up_proj"), c.mlp_bias),
+                    gate_up=linear(gate_up, p + "mlp.", ("gate_proj", "up_proj"), c.mlp_bias),
                     down=linear(ops.down, p + "mlp.", ("down_proj",), c.mlp_bias),
                 )
             )
@@ -298,7 +341,12 @@ class DenseModel:
         plans: dict[str, Any] = {
             kind: getattr(self.ops, f"attention_{kind}").plan(batch.layouts[kind]) for kind in self._kinds
         }
-        plans["rope"] = self.ops.rope.plan(batch.positions)
+        if self._rope is not None:
+            plans["rope"] = self._rope.plan(batch.positions)
+        for kind in self._kinds:
+            inputs = getattr(self.ops, f"attention_inputs_{kind}", None)
+            if inputs is not None:
+                plans[f"inputs_{kind}"] = inputs.plan(batch.layouts[kind])
         return plans
 
     def forward(self, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
@@ -308,13 +356,14 @@ class DenseModel:
         self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """What :meth:`forward` returns, and the residual sum ``[T, hidden]`` leaving each layer in ``taps``."""
-        ops, tapped = self.ops, {}
+        ops, gate, tapped = self.ops, self._gated, {}
         residual = ops.embedding.run(batch.token_ids, self.embedding_weight)
         x = ops.norm.run(residual, self.layers[0].input_norm)
         for index, layer in enumerate(self.layers):
             x = self._attention(x, layer, batch, plan)
             x, residual = ops.norm.add(x, residual, layer.post_norm)
-            x = ops.down.run(ops.swiglu.run(ops.gate_up.run(x, layer.gate_up)), layer.down)
+            gated = ops.swiglu.run(ops.gate_up.run(x, layer.gate_up)) if gate is None else gate.run(x, layer.gate_up)
+            x = ops.down.run(gated, layer.down)
             last = index + 1 == len(self.layers)
             x, residual = ops.norm.add(x, residual, self.final_norm if last else self.layers[index + 1].input_norm)
             if index in taps:
@@ -324,13 +373,17 @@ class DenseModel:
     def _attention(self, x: torch.Tensor, layer: DenseLayer, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
         c, ops = self.config, self.ops
         rows = x.shape[0]
-        qkv = ops.qkv.run(x, layer.qkv).view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
-        query, key, value = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
-        if layer.q_norm is not None:
-            query, key = ops.head_norm.run(query, layer.q_norm), ops.head_norm.run(key, layer.k_norm)
-        query, key = ops.rope.run(query, plan["rope"]), ops.rope.run(key, plan["rope"])
         cache = batch.caches[layer.kind][layer.cache_index]
-        layer.write_kv.run(key, value, cache, batch.layouts[layer.kind])
+        qkv = ops.qkv.run(x, layer.qkv)
+        if layer.inputs is not None:
+            query = layer.inputs.run(qkv, cache, plan[f"inputs_{layer.kind}"], layer.q_norm, layer.k_norm)
+        else:
+            heads = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
+            query, key, value = heads.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
+            if layer.q_norm is not None:
+                query, key = ops.head_norm.run(query, layer.q_norm), ops.head_norm.run(key, layer.k_norm)
+            query, key = ops.rope.run(query, plan["rope"]), ops.rope.run(key, plan["rope"])
+            layer.write_kv.run(key, value, cache, batch.layouts[layer.kind])
         attended = layer.attention.run(query, cache, plan[layer.kind])
         out: torch.Tensor = ops.attention_out.run(attended.reshape(rows, c.heads * c.head_dim), layer.out)
         return out

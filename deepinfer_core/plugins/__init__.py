@@ -11,6 +11,7 @@ from .failure import Failure
 from .loader import load_planned, load_plugins
 from .plan import plan_from_json, plan_to_json, verify_plan
 from .probe import DeviceChoice, choose_device
+from .regions import ChosenRegions, choose_regions
 from .registry import PROVIDER_HOOKS, LoadedPlugin, Registry
 from .requests import request_from_data, request_to_data
 from .tables import OpTable, WrapOp, freeze
@@ -18,6 +19,7 @@ from .tables import OpTable, WrapOp, freeze
 __all__ = [
     "PROVIDER_HOOKS",
     "Candidate",
+    "ChosenRegions",
     "DeviceChoice",
     "Discovery",
     "Failure",
@@ -30,6 +32,7 @@ __all__ = [
     "check_user_keys",
     "choose",
     "choose_device",
+    "choose_regions",
     "claimed",
     "discover",
     "explain_plan",

@@ -33,7 +33,7 @@ MAX_SCORE = 1000
 
 
 @attrs.frozen
-class _Candidate:
+class Offer:
     """A provider's answer to one request. ``score`` is None when it is not eligible, and ``reason`` says why."""
 
     label: str
@@ -65,19 +65,19 @@ def choose(
     Raises:
         PlanError: no eligible provider, an explicit request unmet, an unknown name, or equal scores.
     """
-    unique = _unique(providers)
+    unique = unique_providers(providers)
     choices = []
     for slot, request in requests.items():
         check_slot(slot)
-        candidates = _ask_all(request, unique)
-        key = next((key for key in _keys(slot, request) if key in user), None)
+        candidates = ask_all(request, unique)
+        key = next((key for key in keys_of(slot, request) if key in user), None)
         if key is not None:
-            chosen = _by_user(slot, request, candidates, key, user[key], unique)
+            chosen = by_user(slot, request, candidates, key, user[key], unique)
             source: Literal["user", "score", "reference"] = "user"
         else:
             chosen = _by_score(slot, request, candidates, fallback, backend_plugin, unique)
             source = "reference" if chosen.provider.fallback else "score"
-        choices.append(_choice(slot, request, chosen, source, candidates, key))
+        choices.append(record(slot, request, chosen, source, candidates, key))
     if fallback == "warn":
         _warn(choices)
     return tuple(choices)
@@ -95,19 +95,19 @@ def check_user_keys(user: Mapping[str, Sequence[str]], requests: Mapping[str, Op
     Raises:
         PlanError: naming the key and the nearest valid one.
     """
-    known = {key for slot, request in requests.items() for key in _keys(slot, request)}
+    known = {key for slot, request in requests.items() for key in keys_of(slot, request)}
     for key in user:
         if key not in known:
             raise PlanError(f"ops.{json.dumps(key)}: nothing in this plan is called that{suggest(key, known)}")
 
 
-def _keys(slot: str, request: OpRequest) -> list[str]:
+def keys_of(slot: str, request: OpRequest) -> list[str]:
     stage = [f"sampling.{request.stage}"] if isinstance(request, SamplingRequest) else []
     kind = f"{request.op}/{request.layer_kind}"
     return [slot, *stage, f"{kind}/{request.phase}", kind, request.op]
 
 
-def _unique(providers: Iterable[tuple[str, Provider]]) -> dict[str, tuple[str, Provider]]:
+def unique_providers(providers: Iterable[tuple[str, Provider]]) -> dict[str, tuple[str, Provider]]:
     """``op plugin:provider`` -> provider. The same provider may be listed twice, two of one name may not."""
     unique: dict[str, tuple[str, Provider]] = {}
     for plugin, provider in providers:
@@ -117,7 +117,7 @@ def _unique(providers: Iterable[tuple[str, Provider]]) -> dict[str, tuple[str, P
     return unique
 
 
-def _ask_all(request: OpRequest, providers: Mapping[str, tuple[str, Provider]]) -> list[_Candidate]:
+def ask_all(request: OpRequest, providers: Mapping[str, tuple[str, Provider]]) -> list[Offer]:
     return [
         _ask(request, plugin, provider)
         for plugin, provider in sorted(providers.values(), key=lambda item: (item[0], item[1].name))
@@ -125,11 +125,11 @@ def _ask_all(request: OpRequest, providers: Mapping[str, tuple[str, Provider]]) 
     ]
 
 
-def _ask(request: OpRequest, plugin: str, provider: Provider) -> _Candidate:
+def _ask(request: OpRequest, plugin: str, provider: Provider) -> Offer:
     label = f"{plugin}:{provider.name}"
     lacking = sorted(request.demands - provider.caps)
     if lacking:
-        return _Candidate(label, plugin, provider, None, f"lacks: {', '.join(lacking)}")
+        return Offer(label, plugin, provider, None, f"lacks: {', '.join(lacking)}")
     try:
         verdict = provider.supports(request)
         bug = _bug(verdict)
@@ -139,8 +139,8 @@ def _ask(request: OpRequest, plugin: str, provider: Provider) -> _Candidate:
         verdict, bug = Supports(None), f"supports() raised {cause_line(error)}"
     if bug:
         log.warning("provider_bug", provider=label, op=request.op, cause=bug)
-        return _Candidate(label, plugin, provider, None, f"provider bug: {bug}")
-    return _Candidate(label, plugin, provider, verdict.score, verdict.reason)
+        return Offer(label, plugin, provider, None, f"provider bug: {bug}")
+    return Offer(label, plugin, provider, verdict.score, verdict.reason)
 
 
 def _bug(verdict: object) -> str:
@@ -153,14 +153,14 @@ def _bug(verdict: object) -> str:
     return ""
 
 
-def _by_user(
+def by_user(
     slot: str,
     request: OpRequest,
-    candidates: list[_Candidate],
+    candidates: list[Offer],
     key: str,
     names: Sequence[str],
     providers: Mapping[str, tuple[str, Provider]],
-) -> _Candidate:
+) -> Offer:
     where = f"ops.{json.dumps(key)}"
     known = {candidate.label for candidate in candidates} | {candidate.plugin for candidate in candidates}
     for name in names:
@@ -175,7 +175,7 @@ def _by_user(
             if c.score is not None and (name == c.label or (name == c.plugin and not c.provider.on_request))
         ]
         if named:
-            return _top(slot, request, named, names[0])
+            return top_of(slot, request, named, names[0])
     listed = [c for c in candidates if c.label in names or c.plugin in names]
     raise PlanError(f"slot {slot!r} ({request.op}): {where} = {json.dumps(list(names))} cannot be met: {_why(listed)}")
 
@@ -183,18 +183,18 @@ def _by_user(
 def _by_score(
     slot: str,
     request: OpRequest,
-    candidates: list[_Candidate],
+    candidates: list[Offer],
     fallback: FallbackPolicy,
     backend_plugin: str,
     providers: Mapping[str, tuple[str, Provider]],
-) -> _Candidate:
+) -> Offer:
     if not candidates:
         ops = {provider.op for _, provider in providers.values()}
         raise PlanError(f"slot {slot!r}: no loaded plugin provides {request.op!r}{suggest(request.op, ops)}")
     eligible = [c for c in candidates if c.score is not None and not c.provider.on_request]
     own = [c for c in eligible if not c.provider.fallback]
     if own:
-        return _top(slot, request, own, backend_plugin)
+        return top_of(slot, request, own, backend_plugin)
     if not eligible:
         raise PlanError(
             f"slot {slot!r} ({request.op}): no provider can serve it: {_why(candidates)}{_hint(request, candidates)}"
@@ -204,10 +204,10 @@ def _by_score(
             f"slot {slot!r} ({request.op}): only a reference operator can serve it, and fallback is 'error': "
             f'{_why(candidates)}; to allow it, write: fallback = "warn"'
         )
-    return _top(slot, request, eligible, backend_plugin)
+    return top_of(slot, request, eligible, backend_plugin)
 
 
-def _top(slot: str, request: OpRequest, eligible: list[_Candidate], first: str) -> _Candidate:
+def top_of(slot: str, request: OpRequest, eligible: list[Offer], first: str) -> Offer:
     """The highest score. Equals are the user's to decide, never the order in which they were found."""
     top = max(c.score for c in eligible if c.score is not None)
     best = sorted((c for c in eligible if c.score == top), key=lambda c: (c.plugin != first, c.label))
@@ -217,7 +217,7 @@ def _top(slot: str, request: OpRequest, eligible: list[_Candidate], first: str) 
     return best[0]
 
 
-def _why(candidates: Iterable[_Candidate]) -> str:
+def _why(candidates: Iterable[Offer]) -> str:
     reasons = (
         c.reason
         if c.score is None
@@ -229,16 +229,16 @@ def _why(candidates: Iterable[_Candidate]) -> str:
     return "; ".join(f"{c.label}: {reason}" for c, reason in zip(candidates, reasons, strict=True))
 
 
-def _hint(request: OpRequest, candidates: Iterable[_Candidate]) -> str:
+def _hint(request: OpRequest, candidates: Iterable[Offer]) -> str:
     return package_hint(request.demands - frozenset().union(*(c.provider.caps for c in candidates)))
 
 
-def _choice(
+def record(
     slot: str,
     request: OpRequest,
-    chosen: _Candidate,
+    chosen: Offer,
     source: Literal["user", "score", "reference"],
-    candidates: list[_Candidate],
+    candidates: list[Offer],
     key: str | None,
 ) -> Choice:
     if chosen.score is None:

@@ -33,7 +33,7 @@ _SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Devices": ("", ("deepinfer_probe",)),
     "Operators": (
         """\
-The seven hooks below are called once for the chosen device, `device` being its `DeviceInfo`, and return `Provider`
+The eight hooks below are called once for the chosen device, `device` being its `DeviceInfo`, and return `Provider`
 records. Return none for a device you do not serve. A provider's `op` begins with the hook's family, and its name is
 unique within the plugin for that operator; users write `plugin:name`.
 
@@ -48,6 +48,7 @@ reason, the provider is refused as `provider bug: ...`.""",
             "deepinfer_sampling",
             "deepinfer_sampling_stages",
             "deepinfer_runner_ops",
+            "deepinfer_fused",
             "deepinfer_kv_layout",
         ),
     ),

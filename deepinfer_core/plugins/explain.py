@@ -11,7 +11,8 @@ from deepinfer_core.api import EnginePlan
 
 def explain_plan(plan: EnginePlan) -> list[dict[str, Any]]:
     """One JSON-able row per slot: slot, op, layer_kind, phase, demands, provider, source, score, reason,
-    proof, losers. ``proof``: tests that prove the demanded caps, with commas between; ``""`` when none is named."""
+    proof, replaces, losers. ``proof``: tests that prove the demanded caps, with commas between; ``""`` when none is
+    named. ``replaces``: of a region, its parts. Regions whose parts serve come last, with the provider ``parts``."""
     return [
         {
             "slot": choice.slot,
@@ -24,7 +25,8 @@ def explain_plan(plan: EnginePlan) -> list[dict[str, Any]]:
             "score": choice.score,
             "reason": choice.reason,
             "proof": ", ".join(choice.proofs.values()),
+            "replaces": list(choice.replaces),
             "losers": [attrs.asdict(loser) for loser in choice.losers],
         }
-        for choice in plan.choices
+        for choice in (*plan.choices, *plan.declined)
     ]

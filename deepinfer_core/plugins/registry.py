@@ -21,6 +21,7 @@ _FAMILY = {"deepinfer_runner_ops": "runner", "deepinfer_moe_communication": "moe
 
 PROVIDER_HOOKS = (
     "deepinfer_attention",
+    "deepinfer_fused",
     "deepinfer_gemm",
     "deepinfer_kv_layout",
     "deepinfer_moe_communication",

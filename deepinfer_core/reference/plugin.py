@@ -7,7 +7,9 @@ from typing import Any
 
 from deepinfer_core.api import (
     STAGES,
+    AttentionInputsRequest,
     DeviceInfo,
+    GatedLinearRequest,
     LazyRef,
     OpRequest,
     PluginInfo,
@@ -61,7 +63,7 @@ def _provider(name: str, op: str, target: str, caps: frozenset[str], supports: A
     return Provider(name=name, op=op, build=build, caps=caps, supports=supports, fallback=True, proofs=proofs)
 
 
-def _supports_rope(request: RopeRequest) -> Supports:
+def _supports_rope(request: RopeRequest | AttentionInputsRequest) -> Supports:
     kind = request.scaling.get("rope_type", request.scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         return no(f"rope_type {kind!r} is not defined; known: {', '.join(ROPE_TYPES)}")
@@ -98,6 +100,15 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         _provider("linear", "gemm.linear", "gemm:Linear", COMMON_CAPS | {"rounded_activations"}),
         _provider("batched_linear", "gemm.batched", "grouped:BatchedLinear", COMMON_CAPS),
         _provider("grouped_linear", "gemm.grouped", "grouped:GroupedLinear", COMMON_CAPS | {"packed_weights"}),
+    ]
+
+
+@hookimpl
+def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
+    caps = COMMON_CAPS | {f"kv_layout:{LAYOUT}"}
+    return [
+        _provider("attention_inputs", AttentionInputsRequest.op, "fused:AttentionInputs", caps, _supports_rope),
+        _provider("gated_linear", GatedLinearRequest.op, "fused:GatedLinear", COMMON_CAPS),
     ]
 
 

@@ -36,6 +36,7 @@ DEVICE = DeviceInfo(
 
 HOOKS = (
     plugin.deepinfer_attention,
+    plugin.deepinfer_fused,
     plugin.deepinfer_gemm,
     plugin.deepinfer_moe_communication,
     plugin.deepinfer_pointwise,

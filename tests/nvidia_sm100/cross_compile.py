@@ -31,7 +31,9 @@ from triton.runtime.jit import JITFunction
 
 from deepinfer_core.api import (
     AppendTokensRequest,
+    AttentionInputsRequest,
     EmbeddingRequest,
+    GatedLinearRequest,
     InputIdsRequest,
     LinearRequest,
     OpRequest,
@@ -128,6 +130,34 @@ def linear(rows: int, out: int, inner: int, name: str = "linear", out_dtype: str
     )
 
 
+def fused() -> None:
+    inputs = operator(
+        AttentionInputsRequest(
+            cache_group="full",
+            q_heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            theta=1e6,
+            max_positions=64,
+            norm_eps=1e-6,
+            dtype="bfloat16",
+            cache_dtype="bfloat16",
+            block_size=16,
+        )
+    )
+    cache = {n: torch.empty((4, 16, KV_HEADS, DIM), dtype=torch.bfloat16) for n in ("key", "value")}
+    qkv, weight = torch.empty((7, (HEADS + 2 * KV_HEADS) * DIM), dtype=torch.bfloat16), torch.empty(DIM)
+    inputs.run(qkv, cache, inputs.plan(layout([7], 7)), weight, weight)
+
+
+def gated(rows: int) -> None:
+    op = operator(
+        GatedLinearRequest(in_features=HIDDEN, width=INNER, dtype="bfloat16", weight_dtype="bfloat16"), "gated_linear"
+    )
+    weight = torch.empty((2 * INNER, HIDDEN), dtype=torch.bfloat16)
+    op.run(torch.empty((rows, HIDDEN), dtype=torch.bfloat16), op.prepare([weight]))
+
+
 def pointwise() -> None:
     x = torch.empty((7, HIDDEN), dtype=torch.bfloat16)
     norm = operator(RmsNormRequest(hidden=HIDDEN, eps=1e-6, dtype="bfloat16"))
@@ -171,6 +201,9 @@ def sampling() -> None:
 INVARIANT = frozenset({"batch_invariant"})
 CASES: dict[str, Callable[[], None]] = {
     "pointwise": pointwise,
+    "fused": fused,
+    "gated 1 row": lambda: gated(1),
+    "gated 24 rows": lambda: gated(24),
     "sampling": sampling,
     "decode": lambda: attention([1] * 7, 4000),
     "decode many": lambda: attention([1] * 300, 4000),

@@ -30,6 +30,7 @@ INFO = DeviceInfo(
 )
 HOOKS = (
     plugin.deepinfer_attention,
+    plugin.deepinfer_fused,
     plugin.deepinfer_gemm,
     plugin.deepinfer_kv_layout,
     plugin.deepinfer_pointwise,

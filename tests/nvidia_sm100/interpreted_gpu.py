@@ -62,6 +62,11 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
 
 
 @hookimpl
+def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
+    return offered(plugin.deepinfer_fused, device)
+
+
+@hookimpl
 def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return offered(plugin.deepinfer_gemm, device)
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from deepinfer_core.api import (
     AppendTokensRequest,
+    AttentionInputsRequest,
     CommandInfo,
     DeviceInfo,
     EmbeddingRequest,
+    GatedLinearRequest,
     InputIdsRequest,
     KVLayoutRequest,
     LazyRef,
@@ -98,16 +100,12 @@ def _rope(request: RopeRequest) -> Supports:
     return _floats(request)
 
 
-def _heads(head_dim: int, dtype: str, cache_dtype: str) -> Supports | None:
-    if head_dim not in (16, 32, 64, 128, 256):
-        return no(f"head_dim {head_dim}: expected 16, 32, 64, 128 or 256")
-    if dtype != cache_dtype:
-        return no(f"cache_dtype {cache_dtype} is not dtype {dtype}")
-    return None
-
-
-def _paged(request: PagedAttentionRequest) -> Supports:
-    return _heads(request.head_dim, request.dtype, request.cache_dtype) or _floats(request)
+def _heads(request: Any) -> Supports:
+    if request.head_dim not in (16, 32, 64, 128, 256):
+        return no(f"head_dim {request.head_dim}: expected 16, 32, 64, 128 or 256")
+    if request.dtype != request.cache_dtype:
+        return no(f"cache_dtype {request.cache_dtype} is not dtype {request.dtype}")
+    return _floats(request)
 
 
 def _linear(request: LinearRequest) -> Supports:
@@ -129,7 +127,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
         return []
     return [
         _provider("write_kv", WriteKVRequest.op, "write_kv:WriteKV", ROW_CAPS | KV_CAPS),
-        _provider("paged_attention", PagedAttentionRequest.op, "paged_attention:Paged", ROW_CAPS | KV_CAPS, _paged),
+        _provider("paged_attention", PagedAttentionRequest.op, "paged_attention:Paged", ROW_CAPS | KV_CAPS, _heads),
     ]
 
 
@@ -140,6 +138,30 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("linear", LinearRequest.op, "linear:Linear", CAPS, _linear),
         _provider("fixed_tile_linear", LinearRequest.op, "linear:FixedTileLinear", ROW_CAPS, _invariant_linear),
+    ]
+
+
+def _gated(request: GatedLinearRequest) -> Supports:
+    if request.weight_dtype.startswith(("fp8:", "fp4:")):
+        return no(f"multiplies plain weights, not {request.weight_dtype}")
+    if request.dtype == "float32":
+        return no("no gain in float32")
+    return _floats(request)
+
+
+@hookimpl
+def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    return [
+        _provider(
+            "attention_inputs",
+            AttentionInputsRequest.op,
+            "attention_inputs:AttentionInputs",
+            ROW_CAPS | KV_CAPS,
+            _heads,
+        ),
+        _provider("gated_linear", GatedLinearRequest.op, "gated_linear:GatedLinear", CAPS, _gated),
     ]
 
 

@@ -4,6 +4,9 @@ The tile is turned over: weight rows are the matrix unit's rows (64 of them feed
 step's rows its columns, so that 1 to 64 rows cost one reading of the weight. Long products are split over K; the
 program that arrives last adds the parts in order, so that results do not depend on who that was.
 
+With GATED the weight's first half is a gate and its second goes through it (``fused.gated_linear``): a tile takes rows
+of both, by turns, so that one program has what an activation needs, and the product is never written.
+
 Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operations beyond.
 """
 
@@ -20,7 +23,31 @@ import triton.language as tl
 from .dependent import dependent, take_turn
 
 
-@triton.jit(do_not_specialize=["M", "splits"])
+@triton.jit
+def store_tile(
+    out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """Write a finished tile of the product, or what the gate makes of it."""
+    if BIAS:
+        acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        half: tl.constexpr = BLOCK_N // 2
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (half, 2, BLOCK_M)), (0, 2, 1)))
+        if LIMITED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        width = N // 2
+        pair = tile * half + tl.arange(0, half)
+        place = row[None, :].to(tl.int64) * width + pair[:, None]
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=(pair < width)[:, None] & row_mask[None, :])
+    else:
+        place = row[None, :].to(tl.int64) * N + column[:, None]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=column_mask[:, None] & row_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "splits", "limit"])
 def few_rows_kernel(
     x,
     weight,
@@ -33,6 +60,7 @@ def few_rows_kernel(
     K,
     x_stride,
     splits,
+    limit,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -40,16 +68,22 @@ def few_rows_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMITED: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (ceil(N / BLOCK_N), splits, ceil(M / BLOCK_M)). ``weight [N, K]``, ``x [M, K]``, ``out [M, N]``.
+    """Grid (ceil(N / BLOCK_N), splits, ceil(M / BLOCK_M)). ``weight [N, K]``, ``x [M, K]``, ``out [M, N]``; GATED:
+    ``out [M, N / 2]``, and LIMITED clamps as ``pointwise.swiglu`` does.
 
     ``partial [splits, M, N]`` float32; ``arrived`` int32, a zero for each tile of ``out``, zero again afterwards.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < N
+    if GATED:
+        column = column % 2 * (N // 2) + column // 2  # gate and what it lets through, by turns
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), splits)
@@ -57,7 +91,6 @@ def few_rows_kernel(
     high = tl.minimum(low + steps * BLOCK_K, K)
     weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
     inputs = x + row[None, :] * x_stride + inner[:, None]
-    column_mask = column < N
     row_mask = row < M
     take_turn(DEPENDENT)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -73,10 +106,10 @@ def few_rows_kernel(
             left = tl.load(weights + k, mask=column_mask[:, None] & inside[None, :], other=0.0)
             right = tl.load(inputs + k, mask=row_mask[None, :] & inside[:, None], other=0.0)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
-    place = row[None, :].to(tl.int64) * N + column[:, None]
-    mask = column_mask[:, None] & row_mask[None, :]
     if SPLIT:
         size = M.to(tl.int64) * N
+        place = row[None, :].to(tl.int64) * N + column[:, None]
+        mask = column_mask[:, None] & row_mask[None, :]
         tl.store(partial + split * size + place, acc, mask=mask)
         counter = arrived + tl.program_id(2) * tl.num_programs(0) + tile
         tl.debug_barrier()  # every thread's part is written before one thread says so
@@ -84,14 +117,15 @@ def few_rows_kernel(
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for part in range(splits):
                 acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
-            if BIAS:
-                acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
-            tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+            store_tile(
+                out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
+                BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED,
+            )  # fmt: skip
             tl.store(counter, 0)
     else:
-        if BIAS:
-            acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+        store_tile(
+            out, acc, bias, tile, row, row_mask, column, column_mask, N, limit, BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -119,9 +153,14 @@ def launch(
     tile: Tile,
     arrived: torch.Tensor,
     *,
+    gated: bool = False,
+    limit: float | None = None,
     compile_only: bool = False,
 ) -> None:
-    """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``; ``arrived`` holds a zero for each tile of out."""
+    """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``; ``arrived`` holds a zero for each tile of out.
+
+    ``gated``: ``out [M, N / 2]`` is ``pointwise.swiglu`` of that product, clamped at ``limit`` if there is one.
+    """
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = out
     if tile.splits > 1:
@@ -141,6 +180,7 @@ def launch(
         inner,
         x.stride(0),
         tile.splits,
+        0.0 if limit is None else limit,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
@@ -148,6 +188,8 @@ def launch(
         EVEN_N=columns % tile.block_n == 0,
         EVEN_K=inner % tile.block_k == 0,
         BIAS=bias is not None,
+        GATED=gated,
+        LIMITED=limit is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

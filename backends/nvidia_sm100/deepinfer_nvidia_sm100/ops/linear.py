@@ -88,6 +88,15 @@ class Linear(_Linear):
             found = linear_tile(context.device, request.out_features, request.in_features, rows, own)
             self._tiles[rows] = thumb(request.out_features, request.in_features, rows) if found == "thumb" else found
 
+    @property
+    def arrived(self) -> torch.Tensor:
+        """Zeros that the kernel counts with, for what runs in this operator's place."""
+        return self._arrived
+
+    def few_tile(self, rows: int) -> Tile | None:
+        """The tile for this number of rows; None where cuBLAS multiplies."""
+        return self._tiles.get(rows)
+
     def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""
         tile = self._tiles.get(x.shape[0])

@@ -1,0 +1,64 @@
+"""``fused.gated_linear``: few rows in one kernel (:mod:`.few_rows`), many as cuBLAS's product and the activation.
+
+Floor: bytes of the weight, 4·width·K in 16 bits; with its parts a row writes and reads 2·width elements more, and a
+kernel of two microseconds more is started. With many rows the activation's own bytes are what is left to gain, and
+cuBLAS is faster at the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepinfer_core.api import BuildContext, GatedLinearRequest, LinearRequest, SwigluRequest, WeightPart
+
+from .few_rows import launch
+from .linear import Linear, PackedWeight
+from .swiglu import Swiglu
+
+
+class GatedLinear:
+    """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U."""
+
+    def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
+        merged = LinearRequest(
+            in_features=request.in_features,
+            out_features=2 * request.width,
+            dtype=request.dtype,
+            out_dtype=request.dtype,
+            weight_dtype=request.weight_dtype,
+            bias=request.bias,
+            device_type=request.device_type,
+        )
+        activation = SwigluRequest(
+            width=request.width, limit=request.limit, dtype=request.dtype, device_type=request.device_type
+        )
+        self._linear = Linear(merged, context)
+        self._swiglu = Swiglu(activation, context)
+        self._width = request.width
+        self._limit = request.limit
+
+    def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
+        """On the device, in the compute dtype."""
+        return self._linear.prepare(weights, bias)
+
+    def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """``[M, in_features]`` -> ``[M, width]``, fresh memory."""
+        tile = self._linear.few_tile(x.shape[0])
+        if tile is None:
+            return self._swiglu.run(self._linear.run(x, weight))
+        out = torch.empty((x.shape[0], self._width), dtype=x.dtype, device=x.device)
+        if out.numel():
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            launch(
+                x,
+                weight.weight,
+                weight.bias,
+                out,
+                tile,
+                self._linear.arrived,
+                gated=True,
+                limit=self._limit,
+            )
+        return out

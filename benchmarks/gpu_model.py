@@ -1,0 +1,80 @@
+"""The model of the GPU's benchmarks: the shape of Qwen3-4B with random weights, and the bytes its steps must read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import QWEN3
+from safetensors.torch import save_file
+
+QWEN3_4B: Mapping[str, Any] = {
+    **QWEN3,
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+}
+QUICK: Mapping[str, Any] = {**QWEN3_4B, "num_hidden_layers": 4, "vocab_size": 32000}
+
+
+def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Random weights as training begins, made on the GPU and saved unless they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "model.safetensors"
+    if file.exists():
+        return folder
+    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") * 0.02).to(torch.bfloat16).cpu()
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in (
+            ("self_attn.q_proj", (query, hidden)),
+            ("self_attn.k_proj", (kv, hidden)),
+            ("self_attn.v_proj", (kv, hidden)),
+            ("self_attn.o_proj", (hidden, query)),
+            ("mlp.gate_proj", (inner, hidden)),
+            ("mlp.up_proj", (inner, hidden)),
+            ("mlp.down_proj", (hidden, inner)),
+        ):
+            tensors[f"{prefix}{name}.weight"] = normal(*shape)
+        for name, size in (
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
+            ("self_attn.q_norm", dim),
+            ("self_attn.k_norm", dim),
+        ):
+            tensors[f"{prefix}{name}.weight"] = ones(size)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def weight_bytes(config: Mapping[str, Any]) -> int:
+    """Read by a decode step: every matrix, the tied embedding as the output head."""
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    layer = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * inner
+    return 2 * int(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
+
+
+def kv_bytes(config: Mapping[str, Any], tokens: float) -> float:
+    """Keys and values of this many tokens, in every layer."""
+    return float(4 * tokens * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])

@@ -1,0 +1,134 @@
+"""Regions: what one operator may do in place of several, where that pays.
+
+A model lists regions beside its operators (:class:`~deepinfer_core.api.ModelSpec`). A region's operator computes what
+its parts would, and is chosen only if a plugin offers one that meets the request's demands; otherwise the parts serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import attrs
+
+from .gemm import WeightPart
+from .provider import OpRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from .attention import StepLayout
+    from .kv_layout import LayerCache
+
+PARTS = "parts"
+"""What a user's list names, and a plan says, where the parts of a region serve instead of it."""
+
+
+@attrs.frozen(kw_only=True)
+class Region:
+    """A region a model can use.
+
+    Attributes:
+        request: of a ``fused.*`` operator.
+        replaces: slots of ``ModelSpec.ops`` that it takes the place of. A slot is left out of the operator table when
+            every region that lists it was chosen.
+    """
+
+    request: OpRequest
+    replaces: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class AttentionInputsRequest(OpRequest):
+    """From merged query, key and value rows to what paged attention reads: ``pointwise.rms_norm`` of every query and
+    key head, ``pointwise.rope`` of the whole head in halves, ``attention.write_kv``.
+
+    Attributes:
+        cache_group: group written; the engine adds the demand ``kv_layout:<layout>`` for it.
+        q_heads, kv_heads, head_dim: of the merged rows: ``q_heads`` query heads, then ``kv_heads`` keys, then values.
+        theta, scaling, max_positions: as in RopeRequest.
+        norm_eps: of the heads' norm; None: there is none.
+        dtype: of rows, weights and result. cache_dtype, block_size: as in WriteKVRequest.
+    """
+
+    op: ClassVar[str] = "fused.attention_inputs"
+
+    cache_group: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+    max_positions: int
+    norm_eps: float | None
+    dtype: str
+    cache_dtype: str
+    block_size: int
+    scaling: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def cache_groups(self) -> tuple[str, ...]:
+        return (self.cache_group,)
+
+
+class AttentionInputs(Protocol):
+    """Norm of the heads, rotary embedding and cache write of a layer."""
+
+    def plan(self, layout: StepLayout) -> Any:
+        """Once a step, shared by all layers of the group."""
+        ...
+
+    def run(
+        self,
+        qkv: torch.Tensor,
+        cache: LayerCache,
+        plan: Any,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the layer's keys and values, and nothing else of the cache, and return the queries.
+
+        Args:
+            qkv: ``[T, (q_heads + 2 * kv_heads) * head_dim]``; left alone. T may be 0.
+            cache: the layer's.
+            plan: what :meth:`plan` returned for this step.
+            q_norm, k_norm: ``[head_dim]`` each, iff ``norm_eps`` is set.
+
+        Returns:
+            ``[T, q_heads, head_dim]``, same dtype, fresh memory. Each part's result is rounded to ``dtype`` as if it
+            ran alone, or not at all before the last. Capturable.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class GatedLinearRequest(OpRequest):
+    """``silu(x @ G.T) * (x @ U.T)``: ``gemm.linear`` of the merged weight ``[G, U]``, then ``pointwise.swiglu``.
+
+    Attributes:
+        in_features: of x. width: rows of ``G``, and of ``U``.
+        dtype: of x and y. weight_dtype, bias: as in LinearRequest, the bias for both. limit: as in SwigluRequest.
+    """
+
+    op: ClassVar[str] = "fused.gated_linear"
+
+    in_features: int
+    width: int
+    dtype: str
+    weight_dtype: str
+    bias: bool = False
+    limit: float | None = None
+
+
+class GatedLinear(Protocol):
+    """The first half of a gated feed-forward layer."""
+
+    def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> Any:
+        """Pack parts that stack to ``[2 * width, in_features]``, gate first, as for ``gemm.linear``."""
+        ...
+
+    def run(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """``[M, in_features]`` -> ``[M, width]``, fresh memory. M may be 0. Capturable.
+
+        The product may be rounded to ``dtype`` before the activation, or not.
+        """
+        ...

@@ -1,0 +1,115 @@
+"""Which regions serve in place of their parts.
+
+A region outranks its parts: it is chosen when a plugin's provider is eligible for it. Its parts serve when none is,
+when the user's list for it says ``"parts"`` before anything that can be met, or when that list names one of the parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from deepinfer_core.api import PARTS, Choice, Loser, OpRequest, PlanError, Provider, Region
+
+from .choice import Offer, ask_all, by_user, check_slot, keys_of, record, top_of, unique_providers
+from .requests import request_to_data
+
+
+@attrs.frozen(kw_only=True)
+class ChosenRegions:
+    """Regions that serve, and those whose parts do. ``left``: slots of the parts that nothing replaces."""
+
+    chosen: tuple[Choice, ...]
+    declined: tuple[Choice, ...]
+    left: frozenset[str]
+
+
+def choose_regions(
+    regions: Mapping[str, Region],
+    ops: Mapping[str, OpRequest],
+    providers: Sequence[tuple[str, Provider]],
+    *,
+    user: Mapping[str, Sequence[str]],
+    backend_plugin: str,
+) -> ChosenRegions:
+    """Decide for every region of a model.
+
+    Args:
+        regions: slot -> region; their slots are none of ``ops``.
+        ops: slot -> request of the model's operators.
+        providers, user, backend_plugin: as for :func:`choose`.
+
+    Raises:
+        PlanError: an explicit request unmet, equal scores, or a region that names a slot it cannot have.
+    """
+    unique = unique_providers(providers)
+    chosen: list[Choice] = []
+    declined: list[Choice] = []
+    replaced: dict[str, list[str]] = {}
+    for slot, region in regions.items():
+        check_slot(slot)
+        if slot in ops or not set(region.replaces) <= set(ops):
+            raise PlanError(f"region {slot!r}: needs a slot of its own, and may replace operators of its model only")
+        for part in region.replaces:
+            replaced.setdefault(part, []).append(slot)
+        choice = _decide(slot, region, ops, unique, user, backend_plugin)
+        (declined if choice.provider == PARTS else chosen).append(choice)
+    serving = {choice.slot for choice in chosen}
+    gone = {part for part, slots in replaced.items() if serving.issuperset(slots)}
+    return ChosenRegions(chosen=tuple(chosen), declined=tuple(declined), left=frozenset(ops) - gone)
+
+
+def _decide(
+    slot: str,
+    region: Region,
+    ops: Mapping[str, OpRequest],
+    providers: Mapping[str, tuple[str, Provider]],
+    user: Mapping[str, Sequence[str]],
+    backend_plugin: str,
+) -> Choice:
+    request = region.request
+    offers = ask_all(request, providers)
+    key = next((key for key in keys_of(slot, request) if key in user), None)
+    if key is not None:
+        names = list(user[key])
+        wanted = names[: names.index(PARTS)] if PARTS in names else names
+        try:
+            if wanted:
+                offer = by_user(slot, request, offers, key, wanted, providers)
+                return attrs.evolve(record(slot, request, offer, "user", offers, key), replaces=region.replaces)
+        except PlanError as error:
+            if wanted == names:
+                raise
+            return _declined(slot, region, offers, str(error), by_user=True)
+        return _declined(slot, region, offers, f"ops.{json.dumps(key)} says so", by_user=True)
+    named = next((k for part in region.replaces for k in keys_of(part, ops[part]) if k in user), None)
+    if named is not None:
+        return _declined(slot, region, offers, f"ops.{json.dumps(named)} names a part", by_user=True)
+    own = [o for o in offers if o.score is not None and not o.provider.fallback and not o.provider.on_request]
+    if not own:
+        return _declined(slot, region, offers, "no plugin's provider is eligible", by_user=False)
+    offer = top_of(slot, request, own, backend_plugin)
+    return attrs.evolve(record(slot, request, offer, "score", offers, None), replaces=region.replaces)
+
+
+def _declined(slot: str, region: Region, offers: Sequence[Offer], reason: str, *, by_user: bool) -> Choice:
+    request = region.request
+    losers = []
+    for offer in offers:
+        why = offer.reason if offer.score is None else reason
+        if offer.score is not None and not by_user:
+            why = "reference: its parts are the same" if offer.provider.fallback else "only on request"
+        losers.append(Loser(provider=offer.label, reason=why, score=offer.score))
+    return Choice(
+        slot=slot,
+        op=request.op,
+        request=request_to_data(request),
+        provider=PARTS,
+        score=0,
+        reason=reason,
+        source="user" if by_user else "score",
+        losers=tuple(losers),
+        replaces=region.replaces,
+    )
