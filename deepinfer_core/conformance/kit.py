@@ -30,6 +30,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "operators.quantise",
     ),
     "gemm": ("operators.gemm",),
+    "fused": ("operators.fused",),
     "kv_layout": ("operators.kv_layout",),
     "attention": ("operators.attention_checks", "operators.sparse", "operators.compress"),
     "moe": ("operators.moe",),

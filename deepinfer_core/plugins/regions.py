@@ -78,7 +78,7 @@ def _decide(
         try:
             if wanted:
                 offer = by_user(slot, request, offers, key, wanted, providers)
-                return attrs.evolve(record(slot, request, offer, "user", offers, key), replaces=region.replaces)
+                return _in_place(region, record(slot, request, offer, "user", offers, key))
         except PlanError as error:
             if wanted == names:
                 raise
@@ -91,7 +91,12 @@ def _decide(
     if not own:
         return _declined(slot, region, offers, "no plugin's provider is eligible", by_user=False)
     offer = top_of(slot, request, own, backend_plugin)
-    return attrs.evolve(record(slot, request, offer, "score", offers, None), replaces=region.replaces)
+    return _in_place(region, record(slot, request, offer, "score", offers, None))
+
+
+def _in_place(region: Region, choice: Choice) -> Choice:
+    reason = choice.reason or f"in place of {', '.join(region.replaces)}"
+    return attrs.evolve(choice, reason=reason, replaces=region.replaces)
 
 
 def _declined(slot: str, region: Region, offers: Sequence[Offer], reason: str, *, by_user: bool) -> Choice:

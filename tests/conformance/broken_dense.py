@@ -291,3 +291,78 @@ def refuses_without_a_reason(request: Any, right: Any) -> Any:
 @mutant(NORM, "pointwise.rms_norm/float32/one_row", "score 5000", supports=lambda r: Supports(5000))
 def a_score_beyond_the_scale(request: Any, right: Any) -> Any:
     return right
+
+
+INPUTS, GATED = "fused.attention_inputs", "fused.gated_linear"
+
+
+@mutant(INPUTS, "fused.attention_inputs/float32/odd_rows", "output 'key'")
+def keys_as_queries_normed(request: Any, right: Any) -> Any:
+    def run(qkv: torch.Tensor, cache: Any, plan: Any, q_norm: Any = None, k_norm: Any = None) -> torch.Tensor:
+        return right.run(qkv, cache, plan, q_norm, q_norm)
+
+    return Wrapped(right, run=run)
+
+
+@mutant(INPUTS, "fused.attention_inputs/float32/odd_rows", "output 'query'")
+def queries_not_rotated(request: Any, right: Any) -> Any:
+    def run(qkv: torch.Tensor, cache: Any, plan: Any, q_norm: Any = None, k_norm: Any = None) -> torch.Tensor:
+        right.run(qkv, cache, plan, q_norm, k_norm)
+        heads = qkv[:, : request.q_heads * request.head_dim].reshape(len(qkv), request.q_heads, request.head_dim)
+        return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + request.norm_eps) * q_norm
+
+    return Wrapped(right, run=run)
+
+
+@mutant(INPUTS, "fused.attention_inputs/float32/odd_rows", "output 'beside'")
+def two_rows_written_for_one(request: Any, right: Any) -> Any:
+    def run(qkv: torch.Tensor, cache: Any, plan: Any, q_norm: Any = None, k_norm: Any = None) -> torch.Tensor:
+        query: torch.Tensor = right.run(qkv, cache, plan, q_norm, k_norm)
+        rows = cache["key"].flatten(0, 1)
+        rows[plan[0].slot_mapping + 1] = rows[plan[0].slot_mapping]
+        return query
+
+    return Wrapped(right, run=run)
+
+
+@mutant(INPUTS, "fused.attention_inputs/float32/odd_rows", "output 'value'")
+def values_rotated_too(request: Any, right: Any) -> Any:
+    def run(qkv: torch.Tensor, cache: Any, plan: Any, q_norm: Any = None, k_norm: Any = None) -> torch.Tensor:
+        query: torch.Tensor = right.run(qkv, cache, plan, q_norm, k_norm)
+        rows = cache["value"].flatten(0, 1)
+        rows[plan[0].slot_mapping] = rows[plan[0].slot_mapping].roll(1, -1)
+        return query
+
+    return Wrapped(right, run=run)
+
+
+@mutant(INPUTS, "fused.attention_inputs/float32/odd_rows", "changed its input 'qkv'")
+def rotated_where_it_lies(request: Any, right: Any) -> Any:
+    def run(qkv: torch.Tensor, cache: Any, plan: Any, q_norm: Any = None, k_norm: Any = None) -> torch.Tensor:
+        query: torch.Tensor = right.run(qkv, cache, plan, q_norm, k_norm)
+        qkv[:, : request.q_heads * request.head_dim] = query.flatten(1)
+        return query
+
+    return Wrapped(right, run=run)
+
+
+@mutant(GATED, "fused.gated_linear/float32/odd_rows", "tolerance")
+def gate_and_up_exchanged(request: Any, right: Any) -> Any:
+    return Wrapped(right, prepare=lambda weights, bias=None: right.prepare(list(weights)[::-1], bias))
+
+
+@mutant(GATED, "fused.gated_linear[bias]/float32/odd_rows", "tolerance")
+def bias_after_the_activation(request: Any, right: Any) -> Any:
+    def prepare(weights: Any, bias: Any = None) -> Any:
+        return right.prepare(weights, torch.zeros_like(bias)), bias
+
+    def run(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        return right.run(x, weight[0]) + weight[1][: request.width]
+
+    return Wrapped(right, prepare=prepare, run=run)
+
+
+@mutant(GATED, "fused.gated_linear[limit]/float32/odd_rows", "tolerance")
+def result_clamped_instead_of_the_products(request: Any, right: Any) -> Any:
+    free = right.again(limit=None)
+    return Wrapped(free, run=lambda x, weight: free.run(x, weight).clamp(-request.limit, request.limit))
