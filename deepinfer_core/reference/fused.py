@@ -75,7 +75,7 @@ class AttentionInputs:
         """``[T, (q_heads + 2 * kv_heads) * head_dim]`` -> queries ``[T, q_heads, head_dim]``."""
         layout, angles = plan
         heads, kv_heads = self._request.q_heads, self._request.kv_heads
-        merged = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, self._request.head_dim)
+        merged: Any = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, self._request.head_dim)
         query, key, value = merged.split((heads, kv_heads, kv_heads), dim=1)
         if self._norm is not None:
             if q_norm is None or k_norm is None:

@@ -15,11 +15,23 @@ SCRIPT = Path(__file__).with_name("cross_compile.py")
 SHARED_BYTES = 232_448  # of one program, on both
 TENSOR_MEMORY = 512  # columns, on 10.x
 MATRIX_UNIT = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
-ON_MATRIX_UNIT = {"prompt", "prompt head_dim 64", "linear 1 row", "linear 24 rows", "linear 64 rows", "linear logits"}
+ON_MATRIX_UNIT = {
+    "prompt",
+    "gated 1 row",
+    "gated 24 rows",
+    "prompt head_dim 64",
+    "linear 1 row",
+    "linear 24 rows",
+    "linear 64 rows",
+    "linear logits",
+}
 QUICK = {"decode", "linear 1 row"}
 ALL = [
     *QUICK,
     "pointwise",
+    "fused",
+    "gated 1 row",
+    "gated 24 rows",
     "sampling",
     "prompt",
     "fixed chunks",

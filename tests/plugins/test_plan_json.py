@@ -173,6 +173,20 @@ def test_text_that_is_no_plan_is_an_error(text: str) -> None:
         plan_from_json(text)
 
 
+def test_a_declined_region_comes_last_and_survives_json() -> None:
+    plan = make_plan()
+    region = attrs.evolve(plan.choices[0], slot="region", provider="parts", reason="why", replaces=("slot0", "slot1"))
+    plan = attrs.evolve(plan, declined=(region,))
+    assert plan_from_json(plan_to_json(plan)) == plan
+    row = explain_plan(plan)[-1]
+    assert (row["slot"], row["provider"], row["reason"], row["replaces"]) == (
+        "region",
+        "parts",
+        "why",
+        ["slot0", "slot1"],
+    )
+
+
 def test_a_plan_with_a_field_of_a_later_interface_is_an_error() -> None:
     data = json.loads(plan_to_json(make_plan()))
     with pytest.raises(PlanError, match="not an engine plan"):
@@ -194,6 +208,7 @@ def test_explanation_is_one_plain_row_for_each_slot() -> None:
         "score": 5,
         "reason": "fits",
         "proof": "",
+        "replaces": [],
         "losers": [
             {"provider": "bolt:q", "reason": "lacks: z", "score": None},
             {"provider": "cord:r", "reason": "score 3 < 5", "score": 3},

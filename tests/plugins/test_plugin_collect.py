@@ -26,6 +26,9 @@ EVERYTHING = """
     def deepinfer_attention(device):
         return provider("attention.paged")
     @hookimpl
+    def deepinfer_fused(device):
+        return provider("fused.gated_linear")
+    @hookimpl
     def deepinfer_gemm(device):
         return provider("gemm.linear")
     @hookimpl
@@ -84,6 +87,7 @@ COLLECTED = {
     "deepinfer_pointwise": "Provider",
     "deepinfer_sampling": "Provider",
     "deepinfer_runner_ops": "Provider",
+    "deepinfer_fused": "Provider",
     "deepinfer_kv_layout": "Provider",
     "deepinfer_scheduling": "PolicyInfo",
     "deepinfer_models": "ModelInfo",

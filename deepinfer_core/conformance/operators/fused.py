@@ -170,14 +170,14 @@ def cases(dtype: str) -> Iterator[Case]:
         ("llama3", {"scaling": LLAMA3}),
         ("yarn", {"scaling": YARN}),
     ):
-        make = partial(AttentionInputs, dtype, variant, **fields)
-        yield from operation_cases(make, dtype=dtype, tier="serves", only=("odd_rows", "one_row"), **optional)
+        inputs = partial(AttentionInputs, dtype, variant, **fields)
+        yield from operation_cases(inputs, dtype=dtype, tier="serves", only=("odd_rows", "one_row"), **optional)
     yield from operation_cases(
         partial(GatedLinear, dtype), dtype=dtype, tier="serves", without=("extremes",), **optional
     )
     for variant, changes in (("bias", {"bias": True}), ("limit", {"limit": 0.5}), ("odd", {"shape": (200, 100)})):
-        make = partial(GatedLinear, dtype, variant=variant, **changes)
-        yield from operation_cases(make, dtype=dtype, tier="serves", only=("odd_rows", "one_row"), **optional)
+        gated = partial(GatedLinear, dtype, variant=variant, **changes)
+        yield from operation_cases(gated, dtype=dtype, tier="serves", only=("odd_rows", "one_row"), **optional)
     kinds: tuple[Any, ...] = (AttentionInputs, GatedLinear)
     for other in other_dtypes(dtype):
         for kind in kinds:
