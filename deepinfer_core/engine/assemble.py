@@ -20,6 +20,7 @@ from deepinfer_core.checkpoint import Checkpoint, check_tensors
 from deepinfer_core.plugins import OpTable, WrapOp, freeze
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
 
+from .choosing import group_slot
 from .commit import Committer
 from .constraint_open import open_constraints
 from .core import EngineCore
@@ -28,7 +29,7 @@ from .intake import Intake, Limits
 from .kv_cache import KVCache
 from .open_observer import OpenSink, connect, open_sinks
 from .planner import Planner
-from .planning import PlannedEngine, group_slot
+from .planning import PlannedEngine
 from .runner import Runner
 from .slot_table import SlotTable
 from .speculation_module import PREFIX, build_module, reserve, shares_ends

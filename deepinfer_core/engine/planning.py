@@ -16,7 +16,6 @@ from deepinfer_core.api import (
     API_VERSION,
     PARTS,
     BuildContext,
-    CacheGroupSpec,
     CheckpointError,
     Choice,
     ConfigError,
@@ -25,7 +24,6 @@ from deepinfer_core.api import (
     DrafterInfo,
     EnginePlan,
     FallbackPolicy,
-    KVLayoutRequest,
     ModelDefinition,
     ModelOptions,
     ModelSpec,
@@ -39,19 +37,17 @@ from deepinfer_core.api import (
 from deepinfer_core.checkpoint import Checkpoint
 from deepinfer_core.config import EngineConfig, check_environment, check_plugin_tables, plugin_settings
 from deepinfer_core.plugins import (
-    ChosenRegions,
     DeviceChoice,
     Registry,
     check_user_keys,
-    choose,
     choose_device,
-    choose_regions,
     claimed,
     load_plugins,
     resolve,
 )
 
 from .block_size import fit_block_size
+from .choosing import choose_all, model_requests
 from .constraint_open import choose_compiler
 from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
@@ -173,9 +169,9 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     module = None if drafter is None else drafter.module
     _check_keys(config, chosen, spec, requests, module)
     fallback = _fallback(config, chosen.device)
-    choices, declined = _choose_all(config, spec, requests, providers, chosen, fallback)
+    choices, declined = choose_all(config, spec, requests, providers, chosen, fallback)
     if drafter is not None and module is not None:
-        own, parts = _choose_all(own_keys(config), module.spec, dict(module.spec.ops), providers, chosen, fallback)
+        own, parts = choose_all(own_keys(config), module.spec, dict(module.spec.ops), providers, chosen, fallback)
         drafter = attrs.evolve(drafter, module=attrs.evolve(module, choices=own))
         choices += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in own)
         declined += tuple(attrs.evolve(c, slot=PREFIX + c.slot) for c in parts)
@@ -276,18 +272,6 @@ def _definition(checkpoint: Checkpoint, registry: Registry, architecture: str = 
     )
 
 
-def group_slot(group: CacheGroupSpec) -> str:
-    """Slot name of a cache group's layout."""
-    return f"kv_layout_{group.name}"
-
-
-def _layout_requests(config: EngineConfig, spec: ModelSpec, chosen: DeviceChoice) -> dict[str, OpRequest]:
-    block_size, type_ = config.kv_cache.block_size, chosen.device.type
-    return {
-        group_slot(g): KVLayoutRequest(group=g, block_size=block_size, device_type=type_) for g in spec.cache_groups
-    }
-
-
 def _check_keys(
     config: EngineConfig,
     chosen: DeviceChoice,
@@ -296,52 +280,9 @@ def _check_keys(
     module: PlannedModule | None,
 ) -> None:
     """Refuse keys of ``ops`` that name nothing, in the target or in its draft module."""
-    own = {} if module is None else _model_requests(config, module.spec, chosen)
+    own = {} if module is None else model_requests(config, module.spec, chosen)
     prefixed = {PREFIX + slot: request for slot, request in own.items()}
-    check_user_keys(config.ops, {**_model_requests(config, spec, chosen), **requests, **prefixed})
-
-
-def _model_requests(config: EngineConfig, spec: ModelSpec, chosen: DeviceChoice) -> dict[str, OpRequest]:
-    """What may be chosen for a model: layouts, operators, regions."""
-    regions = {slot: region.request for slot, region in spec.regions.items()}
-    return {**_layout_requests(config, spec, chosen), **spec.ops, **regions}
-
-
-def _choose_all(
-    config: EngineConfig,
-    spec: ModelSpec,
-    requests: Mapping[str, OpRequest],
-    providers: list[tuple[str, Provider]],
-    chosen: DeviceChoice,
-    fallback: FallbackPolicy,
-) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
-    """What was chosen, and the regions that were not.
-
-    Layouts first: what they are called is a demand on everything that touches their groups. Then regions, which leave
-    out operators.
-    """
-    layouts = _layout_requests(config, spec, chosen)
-
-    def decide(requests: Mapping[str, OpRequest]) -> tuple[Choice, ...]:
-        return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=chosen.plugin)
-
-    decided = decide(layouts)
-    names = {g.name: c.provider.partition(":")[2] for g, c in zip(spec.cache_groups, decided, strict=True)}
-
-    def located(request: OpRequest) -> OpRequest:
-        touched = {f"kv_layout:{names[group]}" for group in request.cache_groups}
-        return attrs.evolve(request, demands=request.demands | touched) if touched else request
-
-    rest = {slot: located(request) for slot, request in requests.items()}
-    regions: ChosenRegions = choose_regions(
-        {slot: attrs.evolve(region, request=located(region.request)) for slot, region in spec.regions.items()},
-        rest,
-        providers,
-        user=config.ops,
-        backend_plugin=chosen.plugin,
-    )
-    served = decide({slot: request for slot, request in rest.items() if slot in regions.left})
-    return decided + regions.chosen + served, regions.declined
+    check_user_keys(config.ops, {**model_requests(config, spec, chosen), **requests, **prefixed})
 
 
 def _sampling_providers(choices: tuple[Choice, ...], providers: list[tuple[str, Provider]]) -> list[Provider]:

@@ -15,7 +15,8 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from deepinfer_core.api import ModelBatch, ModelContext, OpRequest, StepLayout
 from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.config import load_config
-from deepinfer_core.engine.planning import PlannedEngine, group_slot, make_plan
+from deepinfer_core.engine.choosing import group_slot
+from deepinfer_core.engine.planning import PlannedEngine, make_plan
 from deepinfer_core.plugins import OpTable, freeze
 
 VOCAB, HCA_RATE, BLOCK = 128, 16, 16
