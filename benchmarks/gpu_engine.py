@@ -46,6 +46,10 @@ MIXED = (64, 512, 64, 2048, 128, 4096, 256, 1024)
 """Lengths of prompts, over and over, where contexts are mixed."""
 
 
+def decodes_all(step: StepTiming, lengths: Sequence[int]) -> bool:
+    return step.tokens == len(lengths) and step.prefill == 0
+
+
 class HeldStream:
     """Puts a wait on the device before each closure, and marks in time where its work begins and ends."""
 
@@ -103,8 +107,30 @@ class Engine:
 
     def step_ms(self, lengths: Sequence[int]) -> dict[str, float]:
         """Milliseconds from result to result of steps in which every request decodes: median, and tokens of context."""
-        batch = len(lengths)
         self.generate(lengths, 4)
+        tokens, timings = self._watched(lengths)
+        whole = [(t.number, t.wait_end) for t in timings if decodes_all(t, lengths)]
+        gaps = [b - a for (m, a), (n, b) in pairwise(whole) if n == m + 1]
+        context = sum(lengths) / len(lengths) + tokens / 2
+        return {"ms": statistics.median(gaps) * 1000, "steps": len(gaps), "context": context}
+
+    def busy_ms(self, lengths: Sequence[int]) -> float:
+        """Milliseconds that the device works on a decode step: every step is launched behind a wait on the device
+        that is longer than launching takes, so that nothing between its first and last kernel waits for the host."""
+        runner = self.llm.engine.core.runner
+        held = HeldStream(runner.stream)
+        runner.stream, before = held, runner.stream
+        try:
+            _, timings = self._watched(lengths)
+        finally:
+            runner.stream = before
+        torch.cuda.synchronize()
+        steps = zip(timings, held.spans, strict=True)  # one closure a step
+        times = [start.elapsed_time(end) for t, (start, end) in steps if decodes_all(t, lengths)]
+        return float(statistics.median(times))
+
+    def _watched(self, lengths: Sequence[int]) -> tuple[int, list[StepTiming]]:
+        """Generate so long that all requests decode together for a while: tokens of each, and every step."""
         tokens = STEPS + sum(lengths) // 2048  # the first requests decode while others' prompts run
         timings: list[StepTiming] = []
         observer = self.llm.engine.core.observer
@@ -112,24 +138,7 @@ class Engine:
         observer.watchers.append(watcher)
         self.generate(lengths, tokens)
         observer.watchers.remove(watcher)
-        whole = [(t.number, t.wait_end) for t in timings if t.tokens == batch and t.prefill == 0]
-        gaps = [b - a for (m, a), (n, b) in pairwise(whole) if n == m + 1]
-        context = sum(lengths) / batch + tokens / 2
-        return {"ms": statistics.median(gaps) * 1000, "steps": len(gaps), "context": context}
-
-    def busy_ms(self, batch: int) -> float:
-        """Milliseconds that the device works on a decode step: every step is launched behind a wait on the device
-        that is longer than launching takes, so that nothing between its first and last kernel waits for the host."""
-        runner = self.llm.engine.core.runner
-        held = HeldStream(runner.stream)
-        runner.stream, before = held, runner.stream
-        try:
-            self.generate([PROMPT] * batch, STEPS // 2 + batch * PROMPT // 2048)
-        finally:
-            runner.stream = before
-        torch.cuda.synchronize()
-        times = [start.elapsed_time(end) for start, end in held.spans[-STEPS // 4 : -2]]
-        return float(statistics.median(times))
+        return tokens, timings
 
     def prefill(self, prompts: int, length: int) -> float:
         """Tokens a second of prompts alone."""
@@ -306,7 +315,7 @@ class Session:
 
     def _idle(self, engine: Engine, batch: int, decode: str) -> dict[str, Any]:
         """Share of a decode step in which the device does nothing."""
-        busy = engine.busy_ms(batch)
+        busy = engine.busy_ms([PROMPT] * batch)
         return {"busy_ms": busy, "idle": 1 - busy / self._results.entries[decode]["ms"]}
 
     def _prefill(self, engine: Engine, prompts: int, length: int) -> dict[str, Any]:

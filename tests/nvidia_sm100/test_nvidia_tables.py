@@ -87,6 +87,8 @@ def test_shapes_are_read_from_a_plan() -> None:
     choices = [row("gemm.linear", **big), row("gemm.linear", **big | {"dtype": "float32"}), row("other")]
     plan = {"plan": {"choices": choices}}
     assert shapes_of(plan) == {"100x64": (100, 64, "float32")}
+    choices.append(row("fused.gated_linear", width=30, in_features=64, dtype="bfloat16"))
+    assert shapes_of(plan) == {"100x64": (100, 64, "float32"), "60x64": (60, 64, "bfloat16")}
     for wrong in ([], {"plan": 3}, {"plan": {"choices": []}}):
         with pytest.raises(ConfigError, match="deepinfer explain"):
             shapes_of(wrong)

@@ -23,9 +23,14 @@ def shapes_of(plan: Any) -> dict[str, tuple[int, int, str]]:
     found = {}
     for choice in choices:
         request = choice["request"]
-        if choice["op"] == "gemm.linear" and request.get("dtype") in ("bfloat16", "float16"):
+        if request.get("dtype") not in ("bfloat16", "float16"):
+            continue
+        if choice["op"] == "gemm.linear":
             out, inner = int(request["out_features"]), int(request["in_features"])
             found[f"{out}x{inner}"] = (out, inner, str(request["out_dtype"]))
+        elif choice["op"] == "fused.gated_linear":  # takes the tile of the product inside it
+            out, inner = 2 * int(request["width"]), int(request["in_features"])
+            found[f"{out}x{inner}"] = (out, inner, str(request["dtype"]))
     if not found:
         raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
     return found

@@ -66,7 +66,12 @@ def deepinfer_commands() -> Sequence[CommandInfo]:
             name="tune",
             help="Measure which kernel multiplies few rows fastest, for a model's matrices on this GPU",
             command=LazyRef("deepinfer_nvidia_sm100.command:tune"),
-        )
+        ),
+        CommandInfo(
+            name="warmup",
+            help="Compile every kernel that a model needs on this GPU",
+            command=LazyRef("deepinfer_nvidia_sm100.warmup:warmup"),
+        ),
     ]
 
 
