@@ -28,3 +28,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch
+
+    plain_convert = interpreter._convert_float
+    e4m3 = interpreter.tl.float8e4nv
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """Triton 3.6 rounds to FP8 by its next bit alone, ties and carries aside: torch does it as the hardware does."""
+        if target == e4m3 and source == interpreter.tl.float32:
+            wide = torch.from_numpy(values.view("float32").copy())
+            return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if source == e4m3 and target == interpreter.tl.float32:
+            narrow = torch.from_numpy(values.view("uint8").copy()).view(torch.float8_e4m3fn)
+            return narrow.to(torch.float32).numpy().view("uint32")
+        return plain_convert(values, source, target, rounding)
+
+    interpreter._convert_float = convert

@@ -1,0 +1,172 @@
+"""Products of FP8 rows with FP8 weights, both scaled by blocks of 128 along the inner dimension.
+
+The matrix unit adds products of FP8 with few bits, so what it adds over 128 elements is scaled and added to a float32
+sum outside of it. That costs one multiply-add for each element of the tile in every step of the loop, during which
+the matrix unit waits; a tile of 256 columns is done in two halves, so that both its sums fit into registers.
+
+Floor: operations, 2·M·N·K at the rate of FP8; bytes of the weight, N·K, below about 300 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .dependent import dependent, take_turn
+
+GROUP = 128
+"""Inner elements that share a scale, and one step of the loop."""
+
+
+@triton.jit
+def _tile_of(number, rows, columns, TOGETHER: tl.constexpr):
+    """Row and column of a tile: TOGETHER rows of tiles are walked column by column, so that the cache serves them."""
+    each = TOGETHER * columns
+    first = number // each * TOGETHER
+    height = tl.minimum(rows - first, TOGETHER)
+    return first + number % each % height, number % each // height
+
+
+@triton.jit
+def _store(out, out_box, acc, bias, row, column, top, left, M, N, BIAS: tl.constexpr, BOX: tl.constexpr):
+    if BIAS:
+        acc += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    if BOX:
+        out_box.store([top, left], acc.to(out.dtype.element_ty))
+    else:
+        place = row[:, None].to(tl.int64) * N + column[None, :]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "scale_stride"])
+def fp8_many_rows_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    bias,
+    out,
+    out_box,
+    M,
+    N,
+    K,
+    scale_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALVES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPECIALISE: tl.constexpr,
+    BOX: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (tiles). Descriptors ``x [M, K]`` and ``weight [N, K]`` of blocks (BLOCK_M, 128) and (BLOCK_N, 128), e4m3.
+
+    ``x_scale [K / 128, M]``, ``scale [ceil(N / SCALE_ROWS), K / 128]`` float32, ``out [M, N]``. A program's tile has
+    BLOCK_N * HALVES columns; SCALE_ROWS is a multiple of BLOCK_N.
+    """
+    take_turn(DEPENDENT)
+    WIDTH: tl.constexpr = BLOCK_N * HALVES
+    rows = tl.cdiv(M, BLOCK_M)
+    columns = tl.cdiv(N, WIDTH)
+    steps = K // 128
+    for number in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), warp_specialize=SPECIALISE):
+        tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
+        top = tile_row * BLOCK_M
+        left = tile_column * WIDTH
+        row = top + tl.arange(0, BLOCK_M)
+        row_scale = x_scale + row
+        first_scale = scale + left // SCALE_ROWS * steps
+        second_scale = scale + tl.minimum(left + BLOCK_N, N - 1) // SCALE_ROWS * steps
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(steps):
+            by_row = tl.load(row_scale, mask=row < M, other=0.0)
+            row_scale += scale_stride
+            a = x.load([top, step * 128])
+            acc += tl.dot(a, weight.load([left, step * 128]).T) * (by_row * tl.load(first_scale + step))[:, None]
+            if HALVES == 2:
+                b = weight.load([left + BLOCK_N, step * 128])
+                other += tl.dot(a, b.T) * (by_row * tl.load(second_scale + step))[:, None]
+        column = left + tl.arange(0, BLOCK_N)
+        _store(out, out_box, acc, bias, row, column, top, left, M, N, BIAS, BOX)
+        if HALVES == 2:
+            _store(out, out_box, other, bias, row, column + BLOCK_N, top, left + BLOCK_N, M, N, BIAS, BOX)
+
+
+@attrs.frozen(kw_only=True)
+class ManyTile:
+    """One way to run the kernel. ``together``: rows of tiles that share the cache."""
+
+    block_m: int
+    block_n: int
+    halves: int
+    stages: int
+    warps: int
+    together: int = 8
+    specialise: bool = False
+    each: int = 1
+    box: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the pipeline's buffers."""
+        return GROUP * (self.block_m + self.block_n * self.halves) * self.stages
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # the interpreter's tests
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    scale_rows: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: ManyTile,
+    *,
+    compile_only: bool = False,
+) -> None:
+    """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says."""
+    (rows, inner), columns = x.shape, weight.shape[0]
+    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n * tile.halves)
+    programs = min(tiles, tile.each * _multiprocessors(x.device)) if tile.each else tiles
+    kernel: Any = fp8_many_rows_kernel
+    run = functools.partial(kernel.warmup, grid=(programs,)) if compile_only else kernel[(programs,)]
+    run(
+        TensorDescriptor.from_tensor(x, [tile.block_m, GROUP]),
+        x_scale,
+        TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP]),
+        scale,
+        out if bias is None else bias,
+        out,
+        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n]) if tile.box else out,
+        rows,
+        columns,
+        inner,
+        x_scale.stride(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        HALVES=tile.halves,
+        SCALE_ROWS=scale_rows,
+        TOGETHER=tile.together,
+        BIAS=bias is not None,
+        SPECIALISE=tile.specialise,
+        BOX=tile.box,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(x),
+    )
