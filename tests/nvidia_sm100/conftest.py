@@ -33,7 +33,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     e4m3 = interpreter.tl.float8e4nv
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        """Triton 3.6 rounds to FP8 by its next bit alone, ties and carries aside: torch does it as the hardware does."""
+        """Triton 3.6 rounds to FP8 without regard to ties and carries: torch does it as the hardware does."""
         if target == e4m3 and source == interpreter.tl.float32:
             wide = torch.from_numpy(values.view("float32").copy())
             return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()

@@ -42,8 +42,10 @@ CAPS = frozenset({"deterministic", "spec_verify", "graph_capture"})
 ROW_CAPS = CAPS | {"batch_invariant"}
 """Of operators that treat every row alone, by the same instructions whatever stands beside it."""
 STATE_CAPS = ROW_CAPS | {"device_state"}
+FP8_CAPS = ROW_CAPS | {"packed_weights"}
 KV_CAPS = frozenset({"kv_layout:paged"})
 DTYPES = ("bfloat16", "float16", "float32")
+CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
 
 
 @hookimpl
@@ -86,10 +88,10 @@ def _floats(request: Any) -> Supports:
     """Yes on a GPU when dtype, and cache_dtype where there is one, are floats that Triton computes with."""
     if request.device_type != "cuda":
         return no(f"runs on cuda, not {request.device_type}")
-    for field in ("dtype", "cache_dtype"):
+    for field, known in (("dtype", DTYPES), ("cache_dtype", CACHE_DTYPES)):
         value = getattr(request, field, "float32")
-        if value not in DTYPES:
-            return no(f"{field} {value}: expected one of {', '.join(DTYPES)}")
+        if value not in known:
+            return no(f"{field} {value}: expected one of {', '.join(known)}")
     return yes(SCORE)
 
 
@@ -108,14 +110,44 @@ def _rope(request: RopeRequest) -> Supports:
 def _heads(request: Any) -> Supports:
     if request.head_dim not in (16, 32, 64, 128, 256):
         return no(f"head_dim {request.head_dim}: expected 16, 32, 64, 128 or 256")
-    if request.dtype != request.cache_dtype:
-        return no(f"cache_dtype {request.cache_dtype} is not dtype {request.dtype}")
+    if request.cache_dtype not in (request.dtype, "float8_e4m3fn"):
+        return no(f"cache_dtype {request.cache_dtype} is neither dtype {request.dtype} nor float8_e4m3fn")
     return _floats(request)
+
+
+def _attention_inputs(request: AttentionInputsRequest) -> Supports:
+    if request.cache_dtype != request.dtype:
+        return no(f"cache_dtype {request.cache_dtype} is not dtype {request.dtype}")
+    return _heads(request)
 
 
 def _linear(request: LinearRequest) -> Supports:
     if request.weight_dtype.startswith(("fp8:", "fp4:")):
         return no(f"multiplies plain weights, not {request.weight_dtype}")
+    return _products(request)
+
+
+def _fp8_linear(request: LinearRequest) -> Supports:
+    if request.activations:
+        return no("multiplies rows as they are")
+    return _fp8_weights(request)
+
+
+def _rounded_fp8_linear(request: LinearRequest) -> Supports:
+    if request.activations != "fp8:e4m3:128":
+        return no(f"rounds rows as 'fp8:e4m3:128' says, not {request.activations!r}")
+    return _fp8_weights(request)
+
+
+def _fp8_weights(request: LinearRequest) -> Supports:
+    if not request.weight_dtype.startswith("fp8:e4m3:") or not request.weight_dtype.endswith("x128"):
+        return no(f"weight_dtype {request.weight_dtype}: expected fp8:e4m3 in blocks of 128 columns")
+    if request.in_features % 128:
+        return no(f"in_features {request.in_features}: expected a multiple of 128")
+    return _products(request)
+
+
+def _products(request: LinearRequest) -> Supports:
     if request.out_dtype not in (request.dtype, "float32"):
         return no(f"out_dtype {request.out_dtype}: expected {request.dtype} or float32")
     return _floats(request)
@@ -143,6 +175,14 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("linear", LinearRequest.op, "linear:Linear", CAPS, _linear),
         _provider("fixed_tile_linear", LinearRequest.op, "linear:FixedTileLinear", ROW_CAPS, _invariant_linear),
+        _provider("fp8_linear", LinearRequest.op, "fp8_linear:Fp8Linear", FP8_CAPS, _fp8_linear),
+        _provider(
+            "rounded_fp8_linear",
+            LinearRequest.op,
+            "fp8_linear:RoundedFp8Linear",
+            FP8_CAPS | {"rounded_activations"},
+            _rounded_fp8_linear,
+        ),
     ]
 
 
@@ -164,7 +204,7 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             AttentionInputsRequest.op,
             "attention_inputs:AttentionInputs",
             ROW_CAPS | KV_CAPS,
-            _heads,
+            _attention_inputs,
         ),
         _provider("gated_linear", GatedLinearRequest.op, "gated_linear:GatedLinear", CAPS, _gated),
     ]

@@ -90,6 +90,7 @@ def attend(
             keys = tl.load(key_cache + place, mask=real[:, None], other=0.0)
         else:
             keys = tl.load(key_cache + place)
+        keys = keys.to(queries.dtype)  # exact, of a cache in FP8
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
@@ -109,6 +110,7 @@ def attend(
             values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
         else:
             values = tl.load(value_cache + place)
+        values = values.to(queries.dtype)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
     return acc, top, total

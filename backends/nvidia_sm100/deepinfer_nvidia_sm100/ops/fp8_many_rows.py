@@ -121,6 +121,11 @@ class ManyTile:
         return GROUP * (self.block_m + self.block_n * self.halves) * self.stages
 
 
+def thumb(device: torch.device, rows: int) -> ManyTile:
+    """A tile for a shape that was not measured."""
+    return ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=8)
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""``attention.write_kv``: this step's keys and values into their cache rows.
+"""``attention.write_kv``: this step's keys and values into their cache rows, rounded if these are in FP8.
 
 Floor: bytes, 4·T·KV·D elements.
 """
@@ -13,6 +13,15 @@ from deepinfer_core.api import BuildContext, LayerCache, StepLayout, WriteKVRequ
 
 from .dependent import dependent, take_turn
 from .shapes import power_of_two
+
+
+@triton.jit
+def _kept(values, cache):
+    """In the cache's type. FP8 has no infinity: what is past its largest becomes that, and NaN stays NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        wide = values.to(tl.float32)
+        values = tl.where(wide == wide, tl.clamp(wide, -448.0, 448.0), wide)
+    return values.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -40,8 +49,8 @@ def write_kernel(
     target = tl.load(slots + token) * WIDTH + element
     new_key = tl.load(key + token * key_stride_t + head * key_stride_h + channel, mask=mask)
     new_value = tl.load(value + token * value_stride_t + head * value_stride_h + channel, mask=mask)
-    tl.store(key_cache + target, new_key.to(key_cache.dtype.element_ty), mask=mask)
-    tl.store(value_cache + target, new_value.to(value_cache.dtype.element_ty), mask=mask)
+    tl.store(key_cache + target, _kept(new_key, key_cache), mask=mask)
+    tl.store(value_cache + target, _kept(new_value, value_cache), mask=mask)
 
 
 class WriteKV:

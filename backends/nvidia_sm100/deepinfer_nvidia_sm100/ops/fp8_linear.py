@@ -1,0 +1,124 @@
+"""``gemm.linear`` with FP8 weights in blocks: of rows as they are, and of rows that are rounded to FP8 first.
+
+Few rows read the weight at one byte an element. Many rows that stay as they are meet a widened copy in cuBLAS; many
+rounded rows run on the matrix unit's FP8. Tiles come from the table of the device's architecture, or a rule of thumb.
+Under the demand ``batch_invariant`` all rows go through one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepinfer_core.api import BuildContext, LinearRequest, WeightPart
+from deepinfer_nvidia_sm100.fp8_tables import fp8_tile
+
+from . import fp8_few_rows, fp8_many_rows
+from .few_rows import Tile
+from .fp8_many_rows import ManyTile
+from .fp8_weight import Fp8Weight, pack
+from .quantise_rows import quantise_rows
+from .widen_weight import widen
+
+FIXED_ROWS = 64
+TARGET_PROGRAMS = 256
+
+
+def thumb_few(out_features: int, in_features: int, rows: int) -> Tile:
+    """A tile for a shape that was not measured: enough programs, deep pipelines."""
+    block_m = next(size for size in (16, 32, 64) if size >= min(rows, 64))
+    tiles = -(-out_features // 64) * -(-rows // block_m)
+    splits = 1
+    while tiles * splits < TARGET_PROGRAMS and splits < 4 and in_features // 128 >= 4 * splits:
+        splits *= 2
+    return Tile(block_n=64, block_m=block_m, block_k=128, splits=splits, stages=4, warps=4)
+
+
+class _Fp8Linear:
+    def __init__(self, request: LinearRequest, context: BuildContext) -> None:
+        self._request = request
+        self._device = context.device
+        self._own = None if context.settings is None else context.settings.table
+        self._out_dtype: torch.dtype = getattr(torch, request.out_dtype)
+        self._fixed = "batch_invariant" in request.demands
+        tiles = -(-request.out_features // 16) * max(1, -(-context.max_tokens // 16))
+        self._arrived = torch.zeros(tiles, dtype=torch.int32, device=context.device)
+
+    def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> Fp8Weight:
+        """On the device, as stored."""
+        return pack(self._request, self._device, weights, bias)
+
+    def _empty(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty((x.shape[0], self._request.out_features), dtype=self._out_dtype, device=x.device)
+
+    def _few(
+        self, x: torch.Tensor, x_scale: torch.Tensor | None, weight: Fp8Weight, out: torch.Tensor, tile: Tile
+    ) -> None:
+        fp8_few_rows.launch(x, x_scale, weight.data, weight.scale, weight.rows, weight.bias, out, tile, self._arrived)
+
+    def _thumb(self, rows: int) -> Tile:
+        return thumb_few(self._request.out_features, self._request.in_features, FIXED_ROWS if self._fixed else rows)
+
+
+class Fp8Linear(_Fp8Linear):
+    """``y = x @ W.T (+ bias)``, x as it is."""
+
+    def run(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""
+        tile = self._thumb(1) if self._fixed else self._tile(x.shape[0])
+        if tile is None and x.shape[0]:
+            return self._library(x, weight)
+        out = self._empty(x)
+        if out.numel() and tile is not None:
+            self._few(x if x.stride(-1) == 1 else x.contiguous(), None, weight, out, tile)
+        return out
+
+    def _tile(self, rows: int) -> Tile | None:
+        """None where widening the weight is faster."""
+        request = self._request
+        found = fp8_tile("plain", self._device, request.out_features, request.in_features, rows, self._own)
+        if found == "thumb":
+            return self._thumb(rows) if rows <= PLAIN_FEW else None
+        assert not isinstance(found, ManyTile)
+        return found
+
+    def _library(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        wide = widen(weight, x.dtype)
+        if self._out_dtype == x.dtype:
+            return torch.nn.functional.linear(x, wide, weight.bias)
+        if x.device.type == "cuda":
+            out = torch.mm(x, wide.t(), out_dtype=self._out_dtype)
+        else:
+            out = torch.mm(x.to(self._out_dtype), wide.t().to(self._out_dtype))
+        return out if weight.bias is None else out.add_(weight.bias)
+
+
+class RoundedFp8Linear(_Fp8Linear):
+    """The same, rows rounded to FP8 in groups of 128."""
+
+    def run(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""
+        out = self._empty(x)
+        if out.numel():
+            rounded, scale = quantise_rows(x)
+            tile = self._tile(x.shape[0], weight)
+            if isinstance(tile, Tile):
+                self._few(rounded, scale, weight, out, tile)
+            else:
+                fp8_many_rows.launch(rounded, scale, weight.data, weight.scale, weight.rows, weight.bias, out, tile)
+        return out
+
+    def _tile(self, rows: int, weight: Fp8Weight) -> Tile | ManyTile:
+        request = self._request
+        if self._fixed or weight.rows % fp8_many_rows.GROUP:
+            return self._thumb(rows)
+        found = fp8_tile("rounded", self._device, request.out_features, request.in_features, rows, self._own)
+        if found == "thumb" or found is None:
+            return self._thumb(rows) if rows <= ROUNDED_FEW else fp8_many_rows.thumb(self._device, rows)
+        return found
+
+
+PLAIN_FEW = 128
+"""Rows up to which an unmeasured weight is not widened."""
+ROUNDED_FEW = 64
