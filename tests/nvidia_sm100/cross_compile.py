@@ -38,6 +38,7 @@ from deepinfer_core.api import (
     LinearRequest,
     OpRequest,
     PagedAttentionRequest,
+    QuantisedWeight,
     RmsNormRequest,
     RopeRequest,
     SamplingRequest,
@@ -49,6 +50,7 @@ from deepinfer_core.api import (
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 32, 8, 128, 2560, 9728, 151936
 MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
+FP8 = re.compile(r"wgmma\.mma_async[\w.]*\.e4m3\.e4m3|tcgen05\.mma[\w.:]*kind::f8f6f4")
 
 
 class NamedTarget:
@@ -114,8 +116,8 @@ def attention(counts: list[int], context: int, **changes: Any) -> None:
     shape = fields | {"block_size": 16, "cache_group": "full"}
     request = PagedAttentionRequest(q_heads=HEADS, scale=DIM**-0.5, **(shape | changes))
     op, where = operator(request), layout(counts, context)
-    dtype = getattr(torch, request.dtype)
-    cache = {n: torch.empty((4, 16, request.kv_heads, request.head_dim), dtype=dtype) for n in ("key", "value")}
+    dtype, kept = getattr(torch, request.dtype), getattr(torch, request.cache_dtype)
+    cache = {n: torch.empty((4, 16, request.kv_heads, request.head_dim), dtype=kept) for n in ("key", "value")}
     query = torch.empty((sum(counts), HEADS, request.head_dim), dtype=dtype)
     op.run(query, cache, op.plan(where))
 
@@ -156,6 +158,34 @@ def gated(rows: int) -> None:
     )
     weight = torch.empty((2 * INNER, HIDDEN), dtype=torch.bfloat16)
     op.run(torch.empty((rows, HIDDEN), dtype=torch.bfloat16), op.prepare([weight]))
+
+
+def fp8_linear(rows: int, out: int, inner: int, activations: str = "") -> None:
+    stored = "fp8:e4m3:128x128"
+    request = LinearRequest(
+        in_features=inner,
+        out_features=out,
+        dtype="bfloat16",
+        out_dtype="bfloat16",
+        weight_dtype=stored,
+        activations=activations,
+    )
+    op = operator(request)
+    weight = QuantisedWeight(
+        format="fp8:e4m3",
+        data=torch.empty((out, inner), dtype=torch.float8_e4m3fn),
+        scale=torch.full((-(-out // 128), inner // 128), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        block=(128, 128),
+    )
+    op.run(torch.zeros((rows, inner), dtype=torch.bfloat16), op.prepare([weight]))
+
+
+def fp8_write() -> None:
+    shape = {"cache_group": "full", "kv_heads": KV_HEADS, "head_dim": DIM, "block_size": 16}
+    write = operator(WriteKVRequest(dtype="bfloat16", cache_dtype="float8_e4m3fn", **shape))
+    cache = {n: torch.empty((4, 16, KV_HEADS, DIM), dtype=torch.float8_e4m3fn) for n in ("key", "value")}
+    new = torch.empty((7, KV_HEADS, DIM), dtype=torch.bfloat16)
+    write.run(new, new, cache, layout([7], 7))
 
 
 def pointwise() -> None:
@@ -199,6 +229,7 @@ def sampling() -> None:
 
 
 INVARIANT = frozenset({"batch_invariant"})
+ROUNDED = "fp8:e4m3:128"
 CASES: dict[str, Callable[[], None]] = {
     "pointwise": pointwise,
     "fused": fused,
@@ -218,6 +249,15 @@ CASES: dict[str, Callable[[], None]] = {
     "linear 24 rows": lambda: linear(24, 6144, HIDDEN),
     "linear 64 rows": lambda: linear(64, 6144, HIDDEN),
     "linear logits": lambda: linear(1, VOCAB, HIDDEN, out_dtype="float32"),
+    "fp8 1 row": lambda: fp8_linear(1, 7168, 4096),
+    "fp8 64 rows": lambda: fp8_linear(64, 7168, 4096),
+    "fp8 widened": lambda: fp8_linear(4096, 7168, 4096),
+    "fp8 rounded 1 row": lambda: fp8_linear(1, 7168, 4096, ROUNDED),
+    "fp8 rounded 64 rows": lambda: fp8_linear(64, 7168, 4096, ROUNDED),
+    "fp8 rounded 4096 rows": lambda: fp8_linear(4096, 7168, 4096, ROUNDED),
+    "fp8 cache write": fp8_write,
+    "fp8 cache decode": lambda: attention([1] * 7, 4000, cache_dtype="float8_e4m3fn"),
+    "fp8 cache prompt": lambda: attention([1, 2000], 2000, cache_dtype="float8_e4m3fn"),
     "linear fixed tile": lambda: linear(300, HIDDEN, INNER, "fixed_tile_linear"),
 }
 
@@ -230,6 +270,7 @@ def described(name: str, kernel: Any) -> dict[str, Any]:
         "tensor_memory": getattr(kernel.metadata, "tmem_size", 0) or 0,
         "warps": kernel.metadata.num_warps,
         "matrix": sorted({match.group(1) for match in MATRIX.finditer(ptx)}),
+        "fp8": FP8.search(ptx) is not None,
         **resources(kernel.asm["cubin"]),
     }
 

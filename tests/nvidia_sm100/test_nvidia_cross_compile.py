@@ -24,8 +24,11 @@ ON_MATRIX_UNIT = {
     "linear 24 rows",
     "linear 64 rows",
     "linear logits",
+    "fp8 1 row",
+    "fp8 64 rows",
 }
-QUICK = {"decode", "linear 1 row"}
+IN_FP8 = {"fp8 rounded 1 row", "fp8 rounded 64 rows", "fp8 rounded 4096 rows"}
+QUICK = {"decode", "linear 1 row", "fp8 rounded 1 row"}
 ALL = [
     *QUICK,
     "pointwise",
@@ -45,6 +48,14 @@ ALL = [
     "linear 64 rows",
     "linear logits",
     "linear fixed tile",
+    "fp8 1 row",
+    "fp8 64 rows",
+    "fp8 widened",
+    "fp8 rounded 64 rows",
+    "fp8 rounded 4096 rows",
+    "fp8 cache write",
+    "fp8 cache decode",
+    "fp8 cache prompt",
 ]
 
 
@@ -78,6 +89,8 @@ def test_a_kernel_compiles_within_the_chips_limits(capability: int, case: str, t
         assert kernel["tensor_memory"] <= TENSOR_MEMORY, kernel
     if case in ON_MATRIX_UNIT:
         assert any(MATRIX_UNIT[capability] in kernel["matrix"] for kernel in kernels), kernels
+    if case in IN_FP8:
+        assert any(kernel["fp8"] for kernel in kernels), kernels
 
 
 def test_every_case_is_listed() -> None:
