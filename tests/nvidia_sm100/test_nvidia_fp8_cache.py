@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from gpu_support import DTYPES, here, operator, same_bits
+from gpu_support import DTYPES, ON_GPU, here, operator, same_bits
 from reference_support import layout
 from reference_support import operator as reference
 from test_nvidia_attention import STEPS, attend, request
+from test_nvidia_engine import BACKEND, dense, prompt_differences, run
 from test_reference_attention import BLOCK, DIM, KV_HEADS, Q_HEADS, Scene
 
+from deepinfer_core import SamplingParams
 from deepinfer_core.api import WriteKVRequest
 
 KEPT = torch.float8_e4m3fn
@@ -90,3 +93,19 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     found = op.run(here(scene.query[:1]), here(scene.cache), op.plan(where), None).cpu().double()
     assert found.shape == (1, Q_HEADS, DIM)
     same_bits(found, together[:1])
+
+
+def test_a_model_computes_what_the_host_computes(tmp_path: Path) -> None:
+    """With keys and values in FP8 on both; at a near tie of the format the two may keep different numbers."""
+    model = dense("llama")
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.float().save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    (host, _), (device, plan) = (run(tmp_path, backend, params, kv_cache__dtype="fp8") for backend in ("cpu", BACKEND))
+    differences = prompt_differences(host, device)
+    assert differences[len(differences) // 2] < 1e-4
+    assert differences[-1] < 0.1
+    chosen = {c["op"]: c["provider"] for c in plan["plan"]["choices"]}
+    plugin = BACKEND if ON_GPU else "interpreted_gpu"
+    assert chosen["attention.paged"] == f"{plugin}:paged_attention"
+    assert chosen["fused.attention_inputs"] == f"{plugin}:attention_inputs"

@@ -115,12 +115,6 @@ def _heads(request: Any) -> Supports:
     return _floats(request)
 
 
-def _attention_inputs(request: AttentionInputsRequest) -> Supports:
-    if request.cache_dtype != request.dtype:
-        return no(f"cache_dtype {request.cache_dtype} is not dtype {request.dtype}")
-    return _heads(request)
-
-
 def _linear(request: LinearRequest) -> Supports:
     if request.weight_dtype.startswith(("fp8:", "fp4:")):
         return no(f"multiplies plain weights, not {request.weight_dtype}")
@@ -204,7 +198,7 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             AttentionInputsRequest.op,
             "attention_inputs:AttentionInputs",
             ROW_CAPS | KV_CAPS,
-            _attention_inputs,
+            _heads,
         ),
         _provider("gated_linear", GatedLinearRequest.op, "gated_linear:GatedLinear", CAPS, _gated),
     ]

@@ -18,6 +18,7 @@ from deepinfer_core.api import AttentionInputsRequest, BuildContext, LayerCache,
 from .dependent import dependent, take_turn
 from .rope import angle_table
 from .shapes import power_of_two
+from .write_kv import kept
 
 ELEMENTS = 1024
 """Of one program, in each of what it reads: few, so that one row still gives work to many multiprocessors."""
@@ -96,10 +97,10 @@ def inputs_kernel(
         value_second = tl.load(values + half, mask=mask, other=0.0)
         cached = tl.load(slots + token) * (KV_HEADS * HEAD_DIM) + place
         low, high = turned(first, second, cos, sin, k_norm, eps, HEAD_DIM, NORM, query.dtype.element_ty)
-        tl.store(key_cache + cached, low.to(query.dtype.element_ty), mask=mask)
-        tl.store(key_cache + cached + half, high.to(query.dtype.element_ty), mask=mask)
-        tl.store(value_cache + cached, value_first, mask=mask)
-        tl.store(value_cache + cached + half, value_second, mask=mask)
+        tl.store(key_cache + cached, kept(low.to(query.dtype.element_ty), key_cache), mask=mask)
+        tl.store(key_cache + cached + half, kept(high.to(query.dtype.element_ty), key_cache), mask=mask)
+        tl.store(value_cache + cached, kept(value_first, value_cache), mask=mask)
+        tl.store(value_cache + cached + half, kept(value_second, value_cache), mask=mask)
 
 
 class AttentionInputs:

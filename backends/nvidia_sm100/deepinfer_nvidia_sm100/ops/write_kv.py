@@ -16,7 +16,7 @@ from .shapes import power_of_two
 
 
 @triton.jit
-def _kept(values, cache):
+def kept(values, cache):
     """In the cache's type. FP8 has no infinity: what is past its largest becomes that, and NaN stays NaN."""
     if cache.dtype.element_ty == tl.float8e4nv:
         wide = values.to(tl.float32)
@@ -49,8 +49,8 @@ def write_kernel(
     target = tl.load(slots + token) * WIDTH + element
     new_key = tl.load(key + token * key_stride_t + head * key_stride_h + channel, mask=mask)
     new_value = tl.load(value + token * value_stride_t + head * value_stride_h + channel, mask=mask)
-    tl.store(key_cache + target, _kept(new_key, key_cache), mask=mask)
-    tl.store(value_cache + target, _kept(new_value, value_cache), mask=mask)
+    tl.store(key_cache + target, kept(new_key, key_cache), mask=mask)
+    tl.store(value_cache + target, kept(new_value, value_cache), mask=mask)
 
 
 class WriteKV:
