@@ -75,7 +75,7 @@ def test_attention_inputs_of_no_rows() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"head_dim": 48}, "head_dim 48"), ({"cache_dtype": "float16"}, "cache_dtype float16 is not dtype")],
+    [({"head_dim": 48}, "head_dim 48"), ({"cache_dtype": "float16"}, "cache_dtype float16 is neither dtype float32")],
 )
 def test_attention_inputs_it_refuses(changes: dict[str, Any], says: str) -> None:
     request = inputs_request(4, 2, 32, "float32", **changes)

@@ -33,6 +33,7 @@ from deepinfer_core.api import (
     yes,
 )
 
+from .deep_gemm_probe import missing as deep_gemm_missing
 from .probe import BACKEND, LEGACY_NAMES, find
 from .settings import Settings
 
@@ -141,6 +142,16 @@ def _fp8_weights(request: LinearRequest) -> Supports:
     return _products(request)
 
 
+def _deep_gemm_linear(request: LinearRequest) -> Supports:
+    verdict = _rounded_fp8_linear(request)
+    if not verdict:
+        return verdict
+    if request.out_dtype != "bfloat16" or request.weight_dtype != "fp8:e4m3:128x128":
+        return no("DeepGEMM multiplies blocks of 128 x 128 and writes bfloat16")
+    reason = deep_gemm_missing()
+    return no(reason) if reason else yes(SCORE + 10, "DeepGEMM, from the rows on where it is faster")
+
+
 def _products(request: LinearRequest) -> Supports:
     if request.out_dtype not in (request.dtype, "float32"):
         return no(f"out_dtype {request.out_dtype}: expected {request.dtype} or float32")
@@ -176,6 +187,13 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
             "fp8_linear:RoundedFp8Linear",
             FP8_CAPS | {"rounded_activations"},
             _rounded_fp8_linear,
+        ),
+        _provider(
+            "deep_gemm_linear",
+            LinearRequest.op,
+            "deep_gemm_linear:DeepGemmLinear",
+            CAPS | {"packed_weights", "rounded_activations"},
+            _deep_gemm_linear,
         ),
     ]
 

@@ -106,8 +106,13 @@ class RoundedFp8Linear(_Fp8Linear):
             if isinstance(tile, Tile):
                 self._few(rounded, scale, weight, out, tile)
             else:
-                fp8_many_rows.launch(rounded, scale, weight.data, weight.scale, weight.rows, weight.bias, out, tile)
+                self._many(rounded, scale, weight, out, tile)
         return out
+
+    def _many(
+        self, x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, tile: ManyTile
+    ) -> None:
+        fp8_many_rows.launch(x, x_scale, weight.data, weight.scale, weight.rows, weight.bias, out, tile)
 
     def _tile(self, rows: int, weight: Fp8Weight) -> Tile | ManyTile:
         request = self._request
