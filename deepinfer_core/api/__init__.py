@@ -42,6 +42,14 @@ from .errors import (
     PlanError,
     PluginError,
 )
+from .expert_parallel import (
+    ExpertParallel,
+    ExpertParallelRequest,
+    ExpertPlacement,
+    ExpertShare,
+    JoinsGroups,
+    ProcessGroup,
+)
 from .fused import (
     PARTS,
     AttentionInputs,
@@ -258,6 +266,10 @@ __all__ = [
     "EnginePlan",
     "Event",
     "EventKind",
+    "ExpertParallel",
+    "ExpertParallelRequest",
+    "ExpertPlacement",
+    "ExpertShare",
     "ExtraValue",
     "FallbackPolicy",
     "GatedLinear",
@@ -274,6 +286,7 @@ __all__ = [
     "InputIds",
     "InputIdsRequest",
     "InvalidRequestError",
+    "JoinsGroups",
     "JudgedRows",
     "KVLayout",
     "KVLayoutRequest",
@@ -313,6 +326,7 @@ __all__ = [
     "Policy",
     "PolicyInfo",
     "ProbeEnv",
+    "ProcessGroup",
     "Proposal",
     "Provider",
     "QdqFormat",

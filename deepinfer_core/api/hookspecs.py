@@ -129,8 +129,9 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[em
 
 @hookspec
 def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
-    """Providers of `moe.*` operators: `moe.route`, and `moe.exchange`, whose `dispatch` and `combine` carry rows to
-    the experts and back.
+    """Providers of `moe.*` operators: `moe.route`; `moe.exchange`, whose `dispatch` and `combine` carry rows to the
+    experts of this process and back; and `moe.expert_parallel`, which does it over the processes of
+    `BuildContext.group`. `supports` of the last looks at `request.ranks` and `request.slots`.
     """
 
 

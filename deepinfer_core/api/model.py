@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
+from .expert_parallel import ExpertShare
 from .fused import Region
 from .kv_layout import CacheGroupSpec
 from .provider import LazyRef, OpRequest
@@ -92,6 +93,8 @@ class ModelOptions:
         fp8_activations: round inputs of linear layers with packed weights (``LinearRequest.activations``).
         cache_dtype: of plain keys and values, or ``""`` for the compute dtype. A model with no such cache ignores it,
             and the engine then refuses the setting.
+        experts: what this process holds where several share the experts; None: all of them. A model that does not
+            know it holds all, which is right in every process.
     """
 
     dtype: str
@@ -103,6 +106,7 @@ class ModelOptions:
     qdq: Literal["auto", "on", "off"] = "auto"
     fp8_activations: bool = False
     cache_dtype: str = ""
+    experts: ExpertShare | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -166,6 +170,7 @@ class ModelContext:
         progress: called with a tensor name after each tensor that was loaded.
         target: for a draft module whose ``embedding`` and ``head`` are served by the target's own operators: the
             target, so that these weights need not be read again. None otherwise.
+        experts: as in :class:`ModelOptions`.
     """
 
     spec: ModelSpec
@@ -175,6 +180,7 @@ class ModelContext:
     device: torch.device
     progress: Callable[[str], None]
     target: Any = None
+    experts: ExpertShare | None = None
 
 
 @attrs.define(kw_only=True)

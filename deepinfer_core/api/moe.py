@@ -87,7 +87,8 @@ class DispatchedRows:
     Attributes:
         rows: ``[N, hidden]``, those of one expert together, experts ascending.
         weights: ``[N]`` float32, of each row.
-        offsets: ``[experts here + 1]`` int64: expert e owns rows ``offsets[e]:offsets[e+1]``; may be empty.
+        offsets: ``[experts here + 1]`` int64: expert e owns rows ``offsets[e]:offsets[e+1]``; may be empty. Where
+            experts lie on several processes, slots in place of experts (:class:`ExpertParallel`).
         handle: for :meth:`MoeExchange.combine`.
     """
 

@@ -20,6 +20,8 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
+    from .expert_parallel import ProcessGroup
+
 Phase = Literal["mixed", "prefill", "decode"]
 """Which rows a step may hold. ``mixed`` is the engine's default: prefill chunks and decode rows together."""
 
@@ -127,6 +129,7 @@ class BuildContext:
         settings: the plugin's own typed settings (instance of ``PluginInfo.settings``), or None.
         reference: returns the reference operator for a request, to delegate to. What the request demands beyond a cache
             layout remains the caller's to keep.
+        group: the processes that share a model's experts; None where one process holds them all.
     """
 
     device: torch.device
@@ -136,6 +139,7 @@ class BuildContext:
     num_threads: int
     settings: Any
     reference: Callable[[OpRequest], Any]
+    group: ProcessGroup | None = None
 
 
 def _always(_: OpRequest) -> Supports:

@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "kv_layout": ("operators.kv_layout",),
     "attention": ("operators.attention_checks", "operators.sparse", "operators.compress"),
     "moe": ("operators.moe",),
+    "moe_communication": ("operators.expert_parallel",),
     "runner": ("operators.runner",),
     "sampling": ("operators.sampling", "operators.draw", "operators.verify"),
     "model": ("model",),

@@ -21,6 +21,7 @@ from deepinfer_core.api import (
     OpRequest,
     PlanError,
     ProbeEnv,
+    ProcessGroup,
     Provider,
     Stream,
     Supports,
@@ -66,6 +67,7 @@ class Target:
         reference: reference providers on the host, the definition.
         settings: plugin -> its settings, all at their defaults.
         registry: who declared all this. plugin_files: plugins of it that are not installed.
+        group: the processes that share a model's experts, in one that has joined them.
         facts: what was found out once and is asked for by several cases. on_close: what to clean up.
     """
 
@@ -80,6 +82,7 @@ class Target:
     plugin_files: Sequence[str] = ()
     wanted: Sequence[str] = ()
     demands: frozenset[str] = frozenset()
+    group: ProcessGroup | None = None
     facts: dict[str, Any] = attrs.field(factory=dict)
     on_close: list[Callable[[], None]] = attrs.field(factory=list)
     dtype: str = ""
@@ -94,11 +97,28 @@ class Target:
         """The operator the engine would use for a request.
 
         Raises:
+            Refused, Mismatch: as :meth:`choice`.
+        """
+        request = self._demanded(request)
+        plugin, provider = self.choice(request)
+        operator = _built(provider)(request, self._context(plugin, self.device.torch_device, self._any_reference))
+        return Chosen(
+            label=f"{plugin}:{provider.name}", provider=provider, operator=operator, own=not provider.fallback
+        )
+
+    def _demanded(self, request: OpRequest) -> OpRequest:
+        if not isinstance(request, KVLayoutRequest):  # of which the engine demands nothing
+            request = attrs.evolve(request, demands=request.demands | self.demands)
+        return request
+
+    def choice(self, request: OpRequest) -> tuple[str, Provider]:
+        """The plugin and the provider that the engine would choose; nothing is built.
+
+        Raises:
             Refused: no provider is eligible, with every candidate's reason.
             Mismatch: a provider that was asked gave no proper verdict.
         """
-        if not isinstance(request, KVLayoutRequest):  # of which the engine demands nothing
-            request = attrs.evolve(request, demands=request.demands | self.demands)
+        request = self._demanded(request)
         for plugin, provider in self.providers:
             if provider.op == request.op and request.demands <= provider.caps:
                 check_verdict(f"{plugin}:{provider.name}", provider, request)
@@ -112,11 +132,7 @@ class Target:
             )
         except PlanError as error:
             raise Refused(str(error).removeprefix("slot 'slot' ")) from error
-        plugin, provider = next(
-            (p, q) for p, q in self.providers if q.op == request.op and f"{p}:{q.name}" == choice.provider
-        )
-        operator = _built(provider)(request, self._context(plugin, self.device.torch_device, self._any_reference))
-        return Chosen(label=choice.provider, provider=provider, operator=operator, own=not provider.fallback)
+        return next((p, q) for p, q in self.providers if q.op == request.op and f"{p}:{q.name}" == choice.provider)
 
     def _wanted(self, request: OpRequest) -> dict[str, tuple[str, ...]]:
         """The ``ops`` setting that asks for a provider of :attr:`wanted` where it takes the request."""
@@ -152,6 +168,7 @@ class Target:
             num_threads=self.device.num_threads,
             settings=self.settings.get(plugin),
             reference=reference,
+            group=self.group,
         )
 
     # ---- the device

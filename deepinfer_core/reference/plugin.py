@@ -34,9 +34,13 @@ INVARIANT = "batch_invariant"
 ROW_PROOF = "tests/batch_invariance/test_core_providers.py::test_a_row_has_the_same_bits_in_any_company"
 MOVES_DATA = frozenset(
     {"write_kv", "embedding", "input_ids", "slot_mapping", "append_tokens", "mask", "bias", "penalties", "temperature"}
+    | {"all_to_all"}
 )
 """These move data, count, or take the same few correctly rounded operations on every element, so that a row's bits do
 not depend on the others. Where a sum or a logarithm is taken, a library may choose its way by the size of the batch."""
+
+PROOFS = {"all_to_all": "tests/conformance/test_moe_communication.py::test_the_reference_passes"}
+"""Where it is not :data:`ROW_PROOF`."""
 
 _STAGE_TARGETS = {
     "mask": "mask:Mask",
@@ -58,7 +62,7 @@ def _always(_: OpRequest) -> Supports:
 
 def _provider(name: str, op: str, target: str, caps: frozenset[str], supports: Any = _always) -> Provider:
     build = LazyRef(f"deepinfer_core.reference.{target}")
-    proofs = {INVARIANT: ROW_PROOF} if name in MOVES_DATA else {}
+    proofs = {INVARIANT: PROOFS.get(name, ROW_PROOF)} if name in MOVES_DATA else {}
     caps |= proofs.keys()
     return Provider(name=name, op=op, build=build, caps=caps, supports=supports, fallback=True, proofs=proofs)
 
@@ -117,6 +121,7 @@ def deepinfer_moe_communication(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("route", "moe.route", "moe:Route", COMMON_CAPS),
         _provider("local", "moe.exchange", "moe:LocalExchange", COMMON_CAPS),
+        _provider("all_to_all", "moe.expert_parallel", "expert_parallel:AllToAll", COMMON_CAPS),
     ]
 
 

@@ -144,7 +144,8 @@ def _paged(data: Any, target: Target) -> bool:
     return attends(requests, target, shape).own or target.backend == REFERENCE
 
 
-def _drawn(ask: Ask, examples: int, target: Target) -> str:
+def ask_drawn(ask: Ask, examples: int, target: Target) -> str:
+    """Ask so many drawn requests, and the simplest that fails; a note on how many were taken."""
     try:
         from hypothesis import HealthCheck, given, settings
         from hypothesis import strategies as st
@@ -204,5 +205,5 @@ def cases(dtype: str) -> Iterator[Case]:
                 id=f"{name}/any/{'drawn' if tier == 'serves' else 'drawn_widely'}",
                 family=name.partition(".")[0],
                 tier=tier,
-                check=partial(_drawn, ask, examples),
+                check=partial(ask_drawn, ask, examples),
             )
