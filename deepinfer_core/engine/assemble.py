@@ -92,6 +92,7 @@ def build_engine(
             weights=checkpoint.weights,
             device=device.torch_device,
             progress=progress,
+            experts=planned.experts,
         )
     )
     layouts: dict[str, KVLayout] = {g.name: getattr(ops, group_slot(g)) for g in spec.cache_groups}

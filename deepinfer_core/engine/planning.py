@@ -23,6 +23,7 @@ from deepinfer_core.api import (
     Device,
     DrafterInfo,
     EnginePlan,
+    ExpertShare,
     FallbackPolicy,
     ModelDefinition,
     ModelOptions,
@@ -30,6 +31,7 @@ from deepinfer_core.api import (
     OpRequest,
     PlanError,
     Policy,
+    ProcessGroup,
     Provider,
     SamplingRequest,
     StageInfo,
@@ -64,7 +66,8 @@ class PlannedEngine:
     """A plan and what it was made from, ready to load weights.
 
     ``objections`` are warnings of plugins about the combination; errors were raised. ``constraints`` is the plugin
-    and compiler of grammars; ``verifies_rows``: sampling is right when several rows belong to one request.
+    and compiler of grammars; ``verifies_rows``: sampling is right when several rows belong to one request. ``experts``,
+    ``group``: this process's share of the experts, and those it shares them with; None: it holds them all.
     """
 
     config: EngineConfig
@@ -80,6 +83,8 @@ class PlannedEngine:
     verifies_rows: bool
     stages: tuple[StageInfo, ...]
     objections: tuple[str, ...]
+    experts: ExpertShare | None = None
+    group: ProcessGroup | None = None
 
     @property
     def runs_ahead(self) -> bool:
@@ -99,6 +104,7 @@ class PlannedEngine:
             num_threads=self.device.num_threads,
             settings=_settings(self.config, self.registry, plugin),
             reference=lambda request: self._reference(request),
+            group=self.group,
         )
 
     def _reference(self, request: OpRequest) -> Any:
@@ -129,8 +135,18 @@ def open_registry(config: EngineConfig, environ: Mapping[str, str] = os.environ)
     return registry
 
 
-def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str, str] = os.environ) -> PlannedEngine:
+def make_plan(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    experts: ExpertShare | None = None,
+    group: ProcessGroup | None = None,
+) -> PlannedEngine:
     """Decide everything that can be decided before weights load.
+
+    Args:
+        experts, group: this process's share of the model's experts, and the processes it shares them with.
 
     Raises:
         PluginError, DeviceError, PlanError, ConfigError, CheckpointError: whatever was asked for and cannot be met.
@@ -138,11 +154,11 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
     registry = open_registry(config, environ)
     chosen = pick_device(config, registry, environ)
     device: Device = chosen.device.provider.load()(chosen.device)
-    definition, spec = describe_model(config, checkpoint, registry, device)
+    definition, spec = describe_model(config, checkpoint, registry, device, experts)
     fitted = fit_block_size(config, spec)
     if fitted is not config:
         config = fitted
-        spec = describe_model(config, checkpoint, registry, device)[1]
+        spec = describe_model(config, checkpoint, registry, device, experts)[1]
     providers = registry.providers(chosen.device)
     stages = _extra_stages(registry)
     drafter = _drafter(config, registry, checkpoint)
@@ -215,6 +231,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, environ: Mapping[str
         verifies_rows=all("spec_verify" in p.caps for p in _sampling_providers(choices, providers)),
         drafter=drafter,
         objections=tuple(o.text for o in objections),
+        experts=experts,
+        group=group,
     )
 
 
@@ -225,11 +243,16 @@ def pick_device(config: EngineConfig, registry: Registry, environ: Mapping[str, 
 
 
 def describe_model(
-    config: EngineConfig, checkpoint: Checkpoint, registry: Registry, device: Device
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    registry: Registry,
+    device: Device,
+    experts: ExpertShare | None = None,
 ) -> tuple[type[ModelDefinition], ModelSpec]:
     """The model class of a checkpoint, and its needs under this configuration."""
     definition = _definition(checkpoint, registry)
-    spec = definition.describe(checkpoint.config, _options(config, checkpoint, device))
+    options = attrs.evolve(_options(config, checkpoint, device), experts=experts)
+    spec = definition.describe(checkpoint.config, options)
     if config.model.max_model_len is not None and config.model.max_model_len > spec.max_model_len:
         raise ConfigError(
             f"model.max_model_len={config.model.max_model_len}: the checkpoint supports {spec.max_model_len} tokens"

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from deepinfer_core.api import ModelBatch
+from deepinfer_core.api import ExpertShare, ModelBatch
 
 from .attention import Attention
 from .config import LayerKind, V4Config
@@ -40,6 +40,7 @@ class Block:
         group: str,
         window_index: int,
         entry_index: int,
+        share: ExpertShare | None = None,
     ) -> Block:
         counts = torch.zeros(c.experts + 1, dtype=torch.int64, device=loader.device)
         return cls(
@@ -54,7 +55,7 @@ class Block:
                 window_index=window_index,
                 entry_index=entry_index,
             ),
-            experts=Experts.load(c, ops, loader, f"{prefix}ffn.", hashed, counts),
+            experts=Experts.load(c, ops, loader, f"{prefix}ffn.", hashed, counts, share),
             attention_norm=loader.vector(f"{prefix}attn_norm.weight"),
             expert_norm=loader.vector(f"{prefix}ffn_norm.weight"),
             attention_mixing=_mixing(ops.hyper, loader, f"{prefix}hc_attn_"),

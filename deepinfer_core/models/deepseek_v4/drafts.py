@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from deepinfer_core.api import CheckpointError, ConfigError, DraftModuleSpec, ModelOptions, ModelSpec, OpRequest
@@ -42,7 +43,8 @@ def read_draft_config(config: Mapping[str, Any], kind: DraftKind) -> V4Config:
 
 
 def draft_needs(c: V4Config, options: ModelOptions) -> Needs:
-    """Needs of the draft stages: window attention, never experts by table."""
+    """Needs of the draft stages: window attention, never experts by table, and all experts in every process."""
+    options = attrs.evolve(options, experts=None)
     prefixes = tuple((draft_prefix(stage), "window", False) for stage in range(c.drafts))
     return needs_of(c, options, prefixes, DRAFT)
 

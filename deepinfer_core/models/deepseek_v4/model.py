@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from deepinfer_core.api import ModelBatch, ModelContext, ModelOptions, ModelSpec
+from deepinfer_core.api import ExpertShare, ModelBatch, ModelContext, ModelOptions, ModelSpec
 
 from .attention import attention_plans
 from .block import Block, load_head
@@ -18,7 +18,7 @@ from .groups import WINDOW, cache_groups
 from .names import layer_prefix
 from .requests import Needs, main_prefixes, model_requests
 from .slots import slot_of
-from .tensors import StoredFormats, draft_tensors, main_tensors, tensor_specs
+from .tensors import StoredFormats, draft_tensors, tensor_specs, tensors_here
 from .weights import Loader
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -63,6 +63,7 @@ class DeepseekV4Model:
         c = V4Config.read(config)
         needs = needs_of(c, options, main_prefixes(c))
         drafts = [(name, shape) for name, shape in draft_tensors(c) if name in needs.formats.names]
+        mine, elsewhere = tensors_here(c, options.experts)
         return ModelSpec(
             architecture=ARCHITECTURE,
             vocab_size=c.vocab,
@@ -73,14 +74,16 @@ class DeepseekV4Model:
             cache_groups=cache_groups(c, options.dtype),
             block_alignment=c.block_alignment,
             ops=model_requests(needs),
-            tensors=tensor_specs(main_tensors(c), needs.formats, partial(slot_of, config=c))
+            tensors=tensor_specs(mine, needs.formats, partial(slot_of, config=c))
+            | tensor_specs(elsewhere, needs.formats, optional=True, loaded=False)
             | tensor_specs(iter(drafts), needs.formats, optional=True, loaded=False),
         )
 
     @classmethod
     def build(cls, context: ModelContext) -> DeepseekV4Model:
         c = V4Config.read(context.config)
-        return cls(c, context.spec, context.ops, *load_parts(c, context.ops, Loader.of(context, c)))
+        parts = load_parts(c, context.ops, Loader.of(context, c), context.experts)
+        return cls(c, context.spec, context.ops, *parts)
 
     def plan(self, batch: ModelBatch) -> dict[str, Any]:
         return attention_plans(self.ops, self._kinds, batch)
@@ -127,8 +130,8 @@ class DeepseekV4Model:
         return torch.stack([block.experts.counts for block in self.blocks])
 
 
-def load_parts(c: V4Config, ops: Any, loader: Loader) -> tuple[list[Block], Ends]:
-    """Read everything of the main model, layer by layer."""
+def load_parts(c: V4Config, ops: Any, loader: Loader, share: ExpertShare | None = None) -> tuple[list[Block], Ends]:
+    """Read everything of the main model, layer by layer; of the experts only this process's share."""
     embedding = ops.embedding.prepare(loader.tensor("embed.weight"))
     seen = {"window": 0, "csa": 0, "hca": 0}
     blocks = []
@@ -144,6 +147,7 @@ def load_parts(c: V4Config, ops: Any, loader: Loader) -> tuple[list[Block], Ends
                 group=WINDOW,
                 window_index=layer,
                 entry_index=seen[kind],
+                share=share,
             )
         )
         seen[kind] += 1

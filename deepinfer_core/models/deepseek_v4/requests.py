@@ -13,6 +13,7 @@ from deepinfer_core.api import (
     CompressRequest,
     ConfigError,
     EmbeddingRequest,
+    ExpertParallelRequest,
     GroupedLinearRequest,
     HyperConnectionRequest,
     HyperHeadRequest,
@@ -279,6 +280,16 @@ def _hca_requests(n: Needs) -> dict[str, OpRequest]:
     }
 
 
+def _exchange(n: Needs) -> OpRequest:
+    c, share = n.config, n.options.experts
+    sizes = {"experts": c.experts, "top_k": c.experts_per_token, "hidden": c.hidden, **n.common}
+    if share is None:
+        return MoeExchangeRequest(**sizes)
+    if share.placement.experts != c.experts:
+        raise ConfigError(f"a placement of {share.placement.experts} experts; n_routed_experts is {c.experts}")
+    return ExpertParallelRequest(ranks=share.placement.ranks, slots=share.placement.width, **sizes)
+
+
 def _expert_requests(n: Needs) -> dict[str, OpRequest]:
     c, w = n.config, wide(n.options.dtype)
     ffn = [f"{p}ffn." for p, _, _ in n.prefixes]
@@ -292,11 +303,12 @@ def _expert_requests(n: Needs) -> dict[str, OpRequest]:
         "device_type": n.options.device_type,
         "demands": n.options.demands,
     }
-    grouped: dict[str, Any] = {"groups": c.experts, **n.common}
+    share = n.options.experts
+    grouped: dict[str, Any] = {"groups": c.experts if share is None else share.placement.width, **n.common}
     first, second = ("w1", "w3"), ("w2",)
     ops: dict[str, OpRequest] = {
         "router": n.linear(c.hidden, c.experts, [f"{f}gate.weight" for f in ffn], dtype=w, out_dtype=w),
-        "exchange": MoeExchangeRequest(experts=c.experts, top_k=c.experts_per_token, hidden=c.hidden, **n.common),
+        "exchange": _exchange(n),
         "expert_gate_up": GroupedLinearRequest(
             in_features=c.hidden,
             out_features=2 * c.expert_width,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from deepinfer_core.api import CheckpointError, TensorSpec, quantised_name
+from deepinfer_core.api import CheckpointError, ExpertShare, TensorSpec, quantised_name
 
 from .config import LayerKind, V4Config
 from .names import draft_prefix, layer_prefix, stored_names
@@ -82,6 +83,17 @@ def main_tensors(c: V4Config) -> Shapes:
     yield from head_tensors(c, "")
     yield "norm.weight", (c.hidden,)
     yield "head.weight", (c.vocab, c.hidden)
+
+
+def tensors_here(c: V4Config, share: ExpertShare | None) -> tuple[Shapes, Shapes]:
+    """Those of the main model that this process reads, and those of experts that only others hold."""
+    held = set(range(c.experts)) if share is None else {max(expert, 0) for expert in share.held}
+    owner = re.compile(r"\.experts\.(\d+)\.")
+    parts: tuple[list[tuple[str, tuple[int, ...]]], ...] = ([], [])
+    for name, shape in main_tensors(c):
+        found = owner.search(name)
+        parts[found is not None and int(found[1]) not in held].append((name, shape))
+    return iter(parts[0]), iter(parts[1])
 
 
 def head_tensors(c: V4Config, prefix: str) -> Shapes:
