@@ -1,6 +1,7 @@
-"""The kernels for any device that Triton compiles for, in its interpreter: float32, small shapes.
+"""The kernels for any device that Triton compiles for: on this machine's accelerator, else in Triton's interpreter.
 
-Not run on hardware.
+The interpreter multiplies a tile by numpy, whose rows differ by their place in the tile, and bfloat16 by its bits: here
+it multiplies by sums in order, and bfloat16 as float32. That the place does not matter is for the matrix unit to hold.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from deepinfer_batch_invariance.self_check import same_bits
-from invariance import CAP, DEVICE, check_company, context, normal, reference_operator
+from invariance import CAP, DEVICE, MOST_ROWS, check_company, context, normal, reference_operator
 
 from deepinfer_core.api import (
     LinearRequest,
@@ -26,72 +28,121 @@ if not torch.accelerator.is_available():
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from deepinfer_batch_invariance import plugin, triton_ops
+from deepinfer_batch_invariance import plugin, triton_gemm, triton_ops
 
-ROWS = 70
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def in_order(builder: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
+        """``a [m, k] @ b [k, n] + total``, one k after the other."""
+
+        def floats(handle: Any) -> Any:
+            if handle.dtype.name != "bf16":
+                return handle.data
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+        left, right, result = floats(a), floats(b), total.data.copy()
+        for k in range(left.shape[1]):
+            result += left[:, k, None] * right[k]
+        return interpreter.TensorHandle(result, total.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = in_order
+
 DEMANDS = frozenset({CAP})
+ON = torch.accelerator.current_accelerator() or torch.device("cpu")
+HARDWARE = ON.type != "cpu"
+ROWS = MOST_ROWS if HARDWARE else 70
+DTYPES = ("float32", "bfloat16")
+NEAR = {"float32": 1e-4, "bfloat16": 2e-2}
+HERE = attrs.evolve(context(), device=ON)
 
 
-@pytest.mark.parametrize(("inner", "out", "bias"), [(40, 70, False), (33, 5, True)])
-def test_gemm(inner: int, out: int, bias: bool) -> None:
+def here(*shape: int, seed: int = 0, dtype: str = "float32") -> torch.Tensor:
+    return normal(*shape, seed=seed, dtype=getattr(torch, dtype)).to(ON)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, dtype: str) -> None:
+    """``wanted`` is the reference's answer to the same numbers in float64."""
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=NEAR[dtype], atol=NEAR[dtype], equal_nan=True)
+
+
+def exact(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.cpu().double() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("inner", "out", "bias"),
+    [(40, 70, False), (33, 5, True), (300, 70, True), *([(2560, 1024, False), (9728, 2560, True)] if HARDWARE else [])],
+)
+def test_gemm(inner: int, out: int, bias: bool, dtype: str) -> None:
     request = LinearRequest(
-        in_features=inner, out_features=out, bias=bias, dtype="float32", out_dtype="float32", weight_dtype="float32"
+        in_features=inner, out_features=out, bias=bias, dtype=dtype, out_dtype=dtype, weight_dtype=dtype
     )
-    op, parts, x = triton_ops.FixedTileLinear(request, context()), [normal(out, inner, seed=1)], normal(ROWS, inner)
-    shift = normal(out, seed=2) if bias else None
-    weight = op.prepare(parts, shift)
-    # The interpreter multiplies a tile by numpy, whose rows differ by their place in it; places are kept here. That
-    # the place does not matter is the matrix unit's to hold.
-    whole, tile = op.run(x, weight), triton_ops.BLOCK_M
-    for rows in (1, 2, 3, tile - 1, tile, tile + 1, 2 * tile):
-        assert same_bits(op.run(x[:rows], weight), whole[:rows])
-    assert same_bits(op.run(x[2 * tile :], weight), whole[2 * tile :])
-    exact = reference_operator(request)
-    assert torch.allclose(op.run(x, weight), exact.run(x, exact.prepare(parts, shift)), rtol=1e-4, atol=1e-4)
+    op, x = triton_gemm.FixedTileLinear(request, HERE), here(ROWS, inner, dtype=dtype)
+    part, shift = here(out, inner, seed=1, dtype=dtype), here(out, seed=2, dtype=dtype) if bias else None
+    weight = op.prepare([part], shift)
+    whole = op.run(x, weight)
+    near(whole, torch.nn.functional.linear(*exact(x, part), exact(shift)[0] if shift is not None else None), dtype)
+    for rows in (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, ROWS):
+        assert same_bits(op.run(x[:rows], weight), whole[:rows]), rows
+    check_company(lambda picked: op.run(x[picked], weight), ROWS)
+    for row in range(0, ROWS, 1 if HARDWARE else 7):
+        assert same_bits(op.run(x[row : row + 1], weight)[0], whole[row]), row
     assert op.run(x[:0], weight).shape == (0, out)
-    assert torch.equal(op.run(x.T.contiguous().T, weight), op.run(x, weight))
+    assert torch.equal(op.run(x.T.contiguous().T, weight), whole)
 
 
-@pytest.mark.parametrize("hidden", [1, 48, 65])
-def test_norm(hidden: int) -> None:
-    request = RmsNormRequest(hidden=hidden, eps=1e-6, dtype="float32")
-    op, x, weight = triton_ops.RowNorm(request, context()), normal(20, hidden), normal(hidden, seed=1)
-    check_company(lambda picked: op.add(x[picked], x[picked] * 2, weight), 20)
-    assert torch.allclose(op.run(x, weight), reference_operator(request).run(x, weight), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 48, 65, *([2560] if HARDWARE else [])])
+def test_norm(hidden: int, dtype: str) -> None:
+    request = RmsNormRequest(hidden=hidden, eps=1e-6, dtype=dtype)
+    op, x, weight = triton_ops.RowNorm(request, HERE), here(ROWS, hidden, dtype=dtype), here(hidden, seed=1)
+    weight = weight.to(x.dtype)
+    check_company(lambda picked: op.add(x[picked], x[picked] * 2, weight), ROWS)
+    double = attrs.evolve(request, dtype="float64")
+    near(op.run(x, weight), reference_operator(double).run(*exact(x, weight)), dtype)
     assert op.run(x[:0], weight).shape == (0, hidden)
 
 
-@pytest.mark.parametrize("vocab", [5, 1500])
+@pytest.mark.parametrize("vocab", [5, 1500, *([151936] if HARDWARE else [])])
 def test_log_softmax(vocab: int) -> None:
     request = SamplingRequest(stage="logprobs", vocab_size=vocab)
-    op, logits = triton_ops.RowLogprobs(request, context()), normal(9, vocab) * 4
-    ids = torch.tensor([0, 1, 2, 3, 4, -1, 0, 1, 2])
+    rows = ROWS if HARDWARE else 9
+    op, logits = triton_ops.RowLogprobs(request, HERE), here(rows, vocab) * 4
+    ids = torch.arange(rows, device=ON) % 5
+    ids[5] = -1
 
     def run(picked: Any) -> Any:
         found = op.run(logits[picked], ids[picked], 3)
         return found.chosen, found.rank, found.top_ids, found.top
 
-    check_company(run, 9)
-    wanted = reference_operator(request).run(logits, ids, 3)
+    check_company(run, rows)
+    wanted = reference_operator(request).run(logits.cpu(), ids.cpu(), 3)
     found = op.run(logits, ids, 3)
-    assert torch.equal(found.rank, wanted.rank)
-    assert torch.equal(found.top_ids, wanted.top_ids)
-    assert torch.allclose(found.chosen, wanted.chosen, rtol=1e-5, equal_nan=True)
+    assert torch.equal(found.rank.cpu(), wanted.rank)
+    assert torch.equal(found.top_ids.cpu(), wanted.top_ids)
+    near(found.chosen, wanted.chosen.double(), "float32")
+    near(found.top, wanted.top.double(), "float32")
 
 
-def test_combine() -> None:
-    request = MoeExchangeRequest(experts=6, top_k=3, hidden=20, dtype="float32")
-    op, x = triton_ops.OrderedExchange(request, context()), normal(12, 20)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine(dtype: str) -> None:
+    rows, hidden = (ROWS, 1030) if HARDWARE else (12, 20)
+    request = MoeExchangeRequest(experts=6, top_k=3, hidden=hidden, dtype=dtype)
+    op, x = triton_ops.OrderedExchange(request, HERE), here(rows, hidden, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.stack([torch.randperm(6, generator=generator)[:3].sort().values for _ in range(12)])
-    weights = torch.rand(12, 3, generator=generator)
+    ids = torch.stack([torch.randperm(6, generator=generator)[:3].sort().values for _ in range(rows)]).to(ON)
+    weights = torch.rand(rows, 3, generator=generator).to(ON)
 
     def run(picked: Any) -> torch.Tensor:
         sent = op.dispatch(x[picked], ids[picked], weights[picked])
-        return op.combine(sent.rows * sent.weights[:, None], sent.handle)
+        return op.combine((sent.rows * sent.weights[:, None]).to(x.dtype), sent.handle)
 
-    check_company(run, 12)
-    assert torch.allclose(run(list(range(12))), x * weights.sum(1)[:, None], rtol=1e-5, atol=1e-6)
+    check_company(run, rows)
+    products = (x[:, None] * weights[..., None]).to(x.dtype)
+    near(run(list(range(rows))), exact(products)[0].sum(1), "float32")
 
 
 REQUESTS: list[tuple[OpRequest, str]] = [
@@ -118,8 +169,6 @@ REQUESTS: list[tuple[OpRequest, str]] = [
 
 @pytest.mark.parametrize(("request_", "name"), REQUESTS, ids=[name for _, name in REQUESTS])
 def test_they_serve_other_devices_than_the_host(request_: OpRequest, name: str) -> None:
-    import attrs
-
     hooks = (
         plugin.deepinfer_gemm,
         plugin.deepinfer_pointwise,

@@ -1,4 +1,4 @@
-"""The kernels for any device that Triton compiles for, in its interpreter. Not run on hardware.
+"""The kernels for any device that Triton compiles for: on an accelerator where there is one, else in the interpreter.
 
 The interpreter must be asked for before Triton is imported, so that the cases run in a process of their own.
 """
@@ -12,9 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need triton")
 
+ON_HARDWARE = torch.accelerator.is_available()
 CASES = Path(__file__).with_name("kernel_cases.py")
 
 
@@ -22,7 +24,7 @@ CASES = Path(__file__).with_name("kernel_cases.py")
 def report() -> str:
     """One line for each case, with how it ended."""
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:randomly", "-p", "no:cacheprovider", str(CASES)]
-    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    environ = {**os.environ} if ON_HARDWARE else {**os.environ, "TRITON_INTERPRET": "1"}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False).stdout
 
 
@@ -33,19 +35,19 @@ def check(report: str, name: str, cases: int) -> None:
 
 
 def test_gemm(report: str) -> None:
-    check(report, "test_gemm", 2)
+    check(report, "test_gemm", 10 if ON_HARDWARE else 6)
 
 
 def test_norm(report: str) -> None:
-    check(report, "test_norm", 3)
+    check(report, "test_norm", 8 if ON_HARDWARE else 6)
 
 
 def test_log_softmax(report: str) -> None:
-    check(report, "test_log_softmax", 2)
+    check(report, "test_log_softmax", 3 if ON_HARDWARE else 2)
 
 
 def test_combine(report: str) -> None:
-    check(report, "test_combine", 1)
+    check(report, "test_combine", 2)
 
 
 def test_they_serve_other_devices_than_the_host(report: str) -> None:

@@ -127,7 +127,7 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         _provider(
             "triton_linear",
             "gemm.linear",
-            "triton_ops:FixedTileLinear",
+            "triton_gemm:FixedTileLinear",
             _triton_linear,
             proof="test_triton.py::test_gemm",
         ),

@@ -19,36 +19,91 @@ def gemm_kernel(
     columns,
     x_stride,
     INNER: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """``y = x @ weight.T (+ bias)``: one program a tile, the whole of K in order, float32 sums."""
+    """``y = x @ weight.T (+ bias)``: float32 sums over K in ``PARTS`` stretches, each in order; then the stretches.
+
+    One program a tile. With SPREAD, axis 1 of the grid is the stretch, and ``y [PARTS, rows, columns]`` float32 gets
+    what :func:`add_parts_kernel` adds up. Without, the program adds the same numbers in the same order.
+    """
+    tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tile = tl.program_id(0)
-    m = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, INNER, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = k < INNER
-        x = tl.load(
-            x_ptr + m[:, None].to(tl.int64) * x_stride + k[None, :],
-            mask=(m < rows)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            weight_ptr + n[None, :].to(tl.int64) * INNER + k[:, None],
-            mask=(n < columns)[None, :] & inside[:, None],
-            other=0.0,
-        )
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+    # Tiles that read the same weights run together.
+    first = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    within = tile % (GROUP * tiles_n)
+    m = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the end read the first one; what they give is not stored.
+    x_rows = x_ptr + tl.where(m < rows, m, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_rows = weight_ptr + tl.where(n < columns, n, 0).to(tl.int64)[None, :] * INNER + k[:, None]
+    LENGTH: tl.constexpr = (INNER + BLOCK_K * PARTS - 1) // (BLOCK_K * PARTS) * BLOCK_K
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
     where = m[:, None].to(tl.int64) * columns + n[None, :]
-    tl.store(y_ptr + where, total, mask=(m < rows)[:, None] & (n < columns)[None, :])
+    if SPREAD:
+        part = tl.program_id(1)
+        total = _stretch(x_rows, w_rows, k, part * LENGTH, INNER, LENGTH, PARTS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+        tl.store(y_ptr + part.to(tl.int64) * rows * columns + where, total, mask=inside)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for part in range(PARTS):
+            total += _stretch(
+                x_rows, w_rows, k, part * LENGTH, INNER, LENGTH, PARTS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+            )
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + where, total, mask=inside)
+
+
+@triton.jit
+def _stretch(
+    x_rows,
+    w_rows,
+    k,
+    start,
+    INNER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(0, LENGTH, BLOCK_K):
+        at = start + step
+        if LENGTH * PARTS == INNER:
+            x = tl.load(x_rows + at)
+            w = tl.load(w_rows + at)
+        else:
+            x = tl.load(x_rows + at, mask=(at + k < INNER)[None, :], other=0.0)
+            w = tl.load(w_rows + at, mask=(at + k < INNER)[:, None], other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def add_parts_kernel(
+    parts_ptr, bias_ptr, y_ptr, size, columns, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``y[i] = sum_p parts[p, i] (+ bias[i % columns])``, in order of p; ``parts [PARTS, size]`` float32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(PARTS):
+        total += tl.load(parts_ptr + part * size + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + at % columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total, mask=inside)
 
 
 @triton.jit

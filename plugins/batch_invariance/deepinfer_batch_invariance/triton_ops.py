@@ -5,77 +5,22 @@ A backend's own operators, made for its device, come first by score.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 import triton
 
 from deepinfer_core.api import (
     BuildContext,
-    LinearRequest,
     LogprobsResult,
     RmsNormRequest,
     SamplingRequest,
 )
 
 from .moe import LocalExchange
-from .triton_kernels import combine_kernel, gemm_kernel, log_softmax_kernel, rms_norm_kernel
+from .triton_kernels import combine_kernel, log_softmax_kernel, rms_norm_kernel
 
-BLOCK_M, BLOCK_N, BLOCK_K = 32, 64, 32
-"""The tile of every product, one row or thousands."""
 SOFTMAX_BLOCK, COMBINE_BLOCK = 1024, 256
-
-
-@attrs.frozen(eq=False)
-class Weight:
-    """``weight [out, in]`` and ``bias [out]`` or None, on the device, in the compute dtype."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-class FixedTileLinear:
-    """``y = x @ W.T (+ bias)``."""
-
-    def __init__(self, request: LinearRequest, context: BuildContext) -> None:
-        self._request = request
-        self._device = context.device
-        self._dtype: torch.dtype = getattr(torch, request.dtype)
-        self._out_dtype: torch.dtype = getattr(torch, request.out_dtype)
-
-    def prepare(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Weight:
-        """Stack ``[out_i, in_features]`` parts along the output."""
-        weight = torch.cat([part.to(self._device, self._dtype) for part in weights])
-        expected = (self._request.out_features, self._request.in_features)
-        if tuple(weight.shape) != expected:
-            raise ValueError(f"linear weight has shape {tuple(weight.shape)}; the request says {expected}")
-        return Weight(weight, None if bias is None else bias.to(self._device, self._dtype))
-
-    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """``[M, in_features]`` -> ``[M, out_features]``."""
-        columns, inner = weight.weight.shape
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        y = torch.empty((x.shape[0], columns), dtype=self._out_dtype, device=x.device)
-        programs = triton.cdiv(x.shape[0], BLOCK_M) * triton.cdiv(columns, BLOCK_N)
-        if programs:
-            gemm_kernel[(programs,)](
-                x,
-                weight.weight,
-                weight.weight if weight.bias is None else weight.bias,
-                y,
-                x.shape[0],
-                columns,
-                x.stride(0),
-                INNER=inner,
-                HAS_BIAS=weight.bias is not None,
-                PRECISION="ieee",
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
-                BLOCK_K=BLOCK_K,
-            )
-        return y
 
 
 class RowNorm:
