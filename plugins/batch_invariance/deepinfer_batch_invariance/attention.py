@@ -1,64 +1,34 @@
-"""Paged attention on the host, float32: one row of one head is one list of keys, in order of position.
+"""Paged attention on the host, float32: products over tiles of rows, columns by each row's own position.
 
-A list depends on the row's own position and the window: scores, softmax and weighted sum go over it alone, decode row
-or prompt row, and no list is padded to the length of another. Keys and values are read where they lie in the cache:
-a product sampled at the listed rows gives the scores, and a weighted sum of listed value rows the result.
+A row's columns, and so the order in which its softmax and its weighted sum add up, depend on its position and the
+window. How many rows share a product depends on the step: products are used only with row counts that keep a row's
+bits, which is tried when the operator is built. Keys are gathered, once for all rows of a request. So are values, but
+for decode rows: there a weighted sum over rows of the cache adds the same numbers in the same order, as is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from math import prod
 
 import attrs
-import numpy as np
 import torch
 
 from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, StepLayout
 
-from .attention_check import check_paged
-from .key_lists import Ids, buckets, room
-from .layouts import host_positions
-from .listed import expect_sparse_tensors, sampled
-
-PIECE = 1 << 17
-"""Scores computed at a time, so that they stay in the processor's cache."""
+from .attention_check import check_paged, check_products
+from .attention_tiles import ROWS_STEP, VALUE_BLOCK, Runs, Span, Tile, runs_of, spans_of
 
 KEPT = 1 << 25
-"""Lists of a step up to this many entries are kept for all layers; longer ones are made again for each."""
-
-
-@attrs.frozen(eq=False)
-class Piece:
-    """Rows that attend in one go.
-
-    Attributes:
-        rows: ``[n]`` int64, their numbers in the step.
-        pattern: CSR ``[n * heads, cache rows * kv_heads]``; its values are 0, or -inf past the end of a list.
-        columns: its column indices. offsets: where each list begins, ``[n * heads]``.
-        parts: (first entry, end, width) of the lists of each width.
-    """
-
-    rows: torch.Tensor
-    pattern: torch.Tensor
-    columns: torch.Tensor
-    offsets: torch.Tensor
-    parts: tuple[tuple[int, int, int], ...]
+"""Columns of a step up to this many are kept for all layers; more are made again for each."""
 
 
 @attrs.frozen(eq=False)
 class Plan:
-    """The lists of a step: ``keys[i]`` of request ``owners[i]`` from position ``first[i]`` on, for every row i.
-
-    ``chunks``: rows by width, as many as one piece takes. ``pieces``: made once, or None when they are too many.
-    """
+    """``spans``: made once, or None when they are too large."""
 
     layout: StepLayout
-    owners: Ids
-    first: Ids
-    keys: Ids
-    chunks: tuple[tuple[tuple[int, Ids], ...], ...]
-    pieces: tuple[Piece, ...] | None
+    runs: Runs
+    spans: tuple[Span, ...] | None
 
 
 class PagedAttention:
@@ -66,93 +36,111 @@ class PagedAttention:
 
     def __init__(self, request: PagedAttentionRequest, context: BuildContext) -> None:
         self._request = request
-        expect_sparse_tensors()
+        self._group = request.q_heads // request.kv_heads
+        self._memory: dict[str, torch.Tensor] = {}
+        self._in_place = check_products(request.head_dim, context.num_threads)
         check_paged(self, request, context.num_threads)
+        self._memory.clear()  # was made in inference mode
 
     def plan(self, layout: StepLayout) -> Plan:
         """What each row reads, from the host copies of the step's layout."""
-        r = self._request
-        last = host_positions(layout)
-        first = np.zeros_like(last) if r.window is None else np.maximum(last - r.window + 1, 0)
-        keys = last - first + 1
-        owners = np.repeat(np.arange(len(layout.host_query_lens)), layout.host_query_lens)
-        chunks = tuple(_chunks(buckets(room(keys)), r.q_heads))
-        plan = Plan(layout, owners, first, keys, chunks, None)
-        entries = sum(width * len(rows) for chunk in chunks for width, rows in chunk) * r.q_heads
-        if entries > KEPT:
-            return plan
-        return attrs.evolve(plan, pieces=tuple(self._piece(plan, chunk) for chunk in chunks))
+        runs = runs_of(self._request, layout)
+        if int((runs.count * runs.width).sum()) * self._request.q_heads > KEPT:
+            return Plan(layout, runs, None)
+        return Plan(layout, runs, tuple(spans_of(self._request, layout, runs)))
 
     def run(
         self, query: torch.Tensor, cache: LayerCache, plan: Plan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``query [T, q_heads, head_dim]`` float32 -> the same shape, fresh memory."""
-        pieces = plan.pieces if plan.pieces is not None else (self._piece(plan, chunk) for chunk in plan.chunks)
+        spans = plan.spans
         output = torch.empty(query.shape)
-        for piece in pieces:
-            output.index_copy_(0, piece.rows, self._attend(query.index_select(0, piece.rows), cache, piece))
+        for span in spans_of(self._request, plan.layout, plan.runs) if spans is None else spans:
+            key = self._gathered(cache, "key", span)
+            if span.lists is not None and self._in_place:
+                (tile,) = span.tiles
+                weights = self._weights(query, key, span, tile)
+                output.index_copy_(0, tile.rows, self._listed(weights, cache["value"], span))
+                continue
+            value = self._gathered(cache, "value", span)
+            # A weight of 0 hides the values of later rows, unless they are not finite.
+            finite = bool(torch.isfinite(value.sum()))
+            for tile in span.tiles:
+                weights = self._weights(query, key, span, tile)
+                attended = self._weighted(weights, value, span, tile)
+                if not finite:
+                    attended = self._without_lost(weights, value, span, tile, attended)
+                output.index_copy_(0, tile.rows, attended)
         return output
 
-    def _attend(self, query: torch.Tensor, cache: LayerCache, piece: Piece) -> torch.Tensor:
-        """``[n, q_heads, head_dim]`` -> fresh ``[n, q_heads, head_dim]``."""
-        r = self._request
-        scores = sampled(piece.pattern, query.reshape(-1, r.head_dim), cache["key"].view(-1, r.head_dim), r.scale)
-        for start, end, width in piece.parts:
-            part = scores[start:end].view(-1, width)
-            torch.softmax(part, dim=-1, out=part)
-        values = cache["value"].view(-1, r.head_dim)
-        summed = torch.embedding_bag(values, piece.columns, piece.offsets, False, 0, False, scores)[0]
-        return summed.view(query.shape)
+    def _gathered(self, cache: LayerCache, name: str, span: Span) -> torch.Tensor:
+        """``[R, kv_heads, columns, head_dim]``, or heads first if the span goes by them; not contiguous."""
+        r, rows = self._request, cache[name].flatten(1)
+        found = self._room(name, len(span.blocks), rows.shape[1])
+        torch.index_select(rows, 0, span.blocks, out=found)
+        by_column = found.view(span.requests, -1, r.kv_heads, r.head_dim)[:, span.skip :]
+        return by_column.permute((2, 0, 1, 3) if span.by_head else (0, 2, 1, 3))
 
-    def _piece(self, plan: Plan, chunk: tuple[tuple[int, Ids], ...]) -> Piece:
-        r, table = self._request, plan.layout.block_table.numpy()
-        heads = r.q_heads
-        highest = max((int(table.max()) + 1) * r.block_size * r.kv_heads, max(width for width, _ in chunk))
-        index: Any = np.int32 if highest < 2**31 else np.int64
-        kv_head = (np.arange(heads, dtype=index) // (heads // r.kv_heads))[None, :, None]
-        columns, values, starts, parts, entries = [], [], [], [], 0
-        for width, rows in chunk:
-            steps = np.arange(width)
-            inside = steps < plan.keys[rows, None]
-            # Past its end a list names its first key again, under a score of -inf.
-            position = plan.first[rows, None] + np.where(inside, steps, 0)
-            block, offset = np.divmod(position, r.block_size)
-            cached = (table[plan.owners[rows, None], block] * r.block_size + offset).astype(index)
-            columns.append((cached[:, None] * index(r.kv_heads) + kv_head).reshape(-1))
-            mask = np.where(inside, np.float32(0), np.float32(-np.inf))
-            values.append(np.broadcast_to(mask[:, None], (len(rows), heads, width)).reshape(-1))
-            size = len(rows) * heads * width
-            starts.append(np.arange(entries, entries + size, width, dtype=index))
-            parts.append((entries, entries + size, width))
-            entries += size
-        offsets = torch.from_numpy(np.concatenate([*starts, np.array([entries], index)]))
-        all_columns = torch.from_numpy(np.concatenate(columns))
-        rows = np.concatenate([rows for _, rows in chunk])
-        pattern = torch.sparse_csr_tensor(
-            offsets,
-            all_columns,
-            torch.from_numpy(np.concatenate(values)),
-            size=(len(rows) * heads, highest),
-            check_invariants=False,
-        )
-        return Piece(torch.from_numpy(rows), pattern, all_columns, offsets[:-1], tuple(parts))
+    def _weights(self, query: torch.Tensor, key: torch.Tensor, span: Span, tile: Tile) -> torch.Tensor:
+        """``[R, kv_heads, rows, width]``, or heads first: rows of queries, heads of a group innermost, filled up."""
+        r, rows = self._request, tile.count * self._group
+        filled = -(-rows // ROWS_STEP) * ROWS_STEP
+        q = self._room("query", *key.shape[:2], filled, r.head_dim)
+        chosen = query.index_select(0, tile.rows).view(-1, tile.count, r.kv_heads, self._group, r.head_dim)
+        chosen = chosen.permute((2, 0, 1, 3, 4) if span.by_head else (0, 2, 1, 3, 4))
+        torch.mul(chosen, r.scale, out=q[:, :, :rows].unflatten(2, (tile.count, self._group)))
+        scores = self._room("scores", *key.shape[:2], filled, tile.width)
+        columns = key[:, :, tile.start : tile.start + tile.width].transpose(2, 3)
+        for number, part in enumerate(columns):
+            torch.bmm(q[number], part, out=scores[number])
+        if tile.seen < tile.width:
+            late = scores[:, :, :rows, tile.seen :].unflatten(2, (tile.count, self._group))
+            late.masked_fill_(tile.hidden.transpose(0, 1) if span.by_head else tile.hidden, float("-inf"))
+        return torch.softmax(scores, dim=-1, out=scores)
 
+    def _weighted(self, weights: torch.Tensor, value: torch.Tensor, span: Span, tile: Tile) -> torch.Tensor:
+        """``[R * count, q_heads, head_dim]``: block after block of columns."""
+        total = weights.new_empty((*weights.shape[:3], self._request.head_dim))
+        for number, (shares, columns) in enumerate(zip(weights, value, strict=True)):
+            for at in range(0, tile.width, VALUE_BLOCK):
+                end = min(at + VALUE_BLOCK, tile.width)
+                part, block = shares[:, :, at:end], columns[:, tile.start + at : tile.start + end]
+                if at:
+                    torch.baddbmm(total[number], part, block, out=total[number])
+                else:
+                    torch.bmm(part, block, out=total[number])
+        return self._by_row(total[:, :, : tile.count * self._group].unflatten(2, (tile.count, self._group)), span)
 
-def _chunks(by_width: list[tuple[int, Ids]], heads: int) -> Iterator[tuple[tuple[int, Ids], ...]]:
-    """Rows by width, cut into what one piece takes."""
-    chunk: list[tuple[int, Ids]] = []
-    left = PIECE
-    for width, rows in by_width:
-        rest = rows
-        while len(rest):
-            fit = left // (width * heads)
-            if fit == 0 and chunk:
-                yield tuple(chunk)
-                chunk, left = [], PIECE
-                continue
-            taken = rest[: max(fit, 1)]
-            chunk.append((width, taken))
-            left -= len(taken) * width * heads
-            rest = rest[len(taken) :]
-    if chunk:
-        yield tuple(chunk)
+    def _listed(self, weights: torch.Tensor, value: torch.Tensor, span: Span) -> torch.Tensor:
+        """The same for one row a request, values where they lie."""
+        assert span.lists is not None
+        flat, rows = weights[:, :, : self._group].reshape(-1), value.view(-1, self._request.head_dim)
+        sums = torch.embedding_bag(rows, span.lists.columns, span.lists.offsets, False, 0, False, flat)[0]
+        blocks = sums.view(*weights.shape[:2], 1, self._group, -1, rows.shape[1])
+        total = blocks[..., 0, :]
+        for number in range(1, blocks.shape[4]):
+            total = total + blocks[..., number, :]
+        return self._by_row(total, span)
+
+    def _by_row(self, attended: torch.Tensor, span: Span) -> torch.Tensor:
+        """``[R, kv_heads, count, group, head_dim]``, or heads first -> ``[R * count, q_heads, head_dim]``."""
+        ordered = attended.permute((1, 2, 0, 3, 4) if span.by_head else (0, 2, 1, 3, 4))
+        return ordered.reshape(-1, self._request.q_heads, self._request.head_dim)
+
+    def _without_lost(
+        self, weights: torch.Tensor, value: torch.Tensor, span: Span, tile: Tile, attended: torch.Tensor
+    ) -> torch.Tensor:
+        """``attended``, and for rows before the first value that is not finite, as if those were 0."""
+        finite = torch.isfinite(value).all(-1).all(0 if span.by_head else 1)
+        first = torch.where(finite.all(1), value.shape[2], (~finite).int().argmax(1))
+        before = (tile.ends <= first[:, None]).view(-1, 1, 1)
+        clean = self._weighted(weights, torch.nan_to_num(value, 0.0, 0.0, 0.0), span, tile)
+        return torch.where(before, clean, attended)
+
+    def _room(self, name: str, *shape: int) -> torch.Tensor:
+        """Memory that is used again by the next call: fresh pages cost more than what is written to them."""
+        size = prod(shape)
+        held = self._memory.get(name)
+        if held is None or held.numel() < size:
+            held = self._memory[name] = torch.zeros(size)
+        return held[:size].view(shape)

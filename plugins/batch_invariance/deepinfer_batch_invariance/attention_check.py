@@ -7,13 +7,62 @@ from typing import Any
 
 import torch
 
-from deepinfer_core.api import IndexTopKRequest, PagedAttentionRequest, SparseAttentionRequest, StepLayout
+from deepinfer_core.api import (
+    IndexTopKRequest,
+    PagedAttentionRequest,
+    SparseAttentionRequest,
+    StepLayout,
+)
 
+from .attention_tiles import ROWS_STEP, VALUE_BLOCK
+from .key_lists import KEY_BLOCK
 from .layouts import layout_of
 from .self_check import moved, random_row, same_bits, threads
 
 ROWS = 40
 """More than one block of keys."""
+
+COUNTS = tuple(ROWS_STEP * n for n in (1, 2, 3, 5, 7, 16, 64))
+BLOCKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 64)
+"""Numbers of rows, and blocks of keys, of the products that are tried."""
+
+
+def check_products(dim: int, num_threads: int) -> bool:
+    """Try the products of attention over tiles of rows.
+
+    Returns whether weighted sums over rows of the cache give the bits of the products with gathered values.
+
+    Raises:
+        PlanError: a row's bits depend on how many rows are multiplied.
+    """
+    with threads(num_threads):
+        in_place = [_products_are_steady(dim, blocks * KEY_BLOCK) for blocks in BLOCKS]
+    return all(in_place)
+
+
+def _products_are_steady(dim: int, width: int) -> bool:
+    """Two requests; keys and values are every second row, as those of one of two heads."""
+    most, part = COUNTS[-1], min(width, VALUE_BLOCK)
+    queries, rows = random_row(2, most, dim), random_row(2, width, 2, dim)
+    key, value = rows[:, :, 0], rows[:, :part, 1]
+    shares = torch.softmax(random_row(2, most, width) * 3, -1)
+
+    def products(n: int) -> tuple[torch.Tensor, ...]:
+        query, weights, total = queries[:, :n], shares[:, :n, :part], queries[:, :n].clone()
+        return (
+            torch.bmm(query, key.transpose(1, 2)),
+            torch.bmm(weights, value),
+            torch.baddbmm(total, weights, value, out=total),
+        )
+
+    whole = products(most)
+    for n in COUNTS[:-1]:
+        if not all(same_bits(found, wanted[:, :n]) for found, wanted in zip(products(n), whole, strict=True)):
+            raise moved(f"attention of heads of {dim} over {width} keys", f"{n} and {most} rows differ")
+    columns = torch.cat([2 * torch.arange(request * width, request * width + part) + 1 for request in (0, 1)])
+    first = shares[:, 0, :part].reshape(-1)
+    sums = torch.embedding_bag(rows.view(-1, dim), columns, torch.tensor([0, part]), False, 0, False, first)[0]
+    return same_bits(sums, whole[1][:, 0]) and same_bits(queries[:, 0] + sums, whole[2][:, 0])
 
 
 def check_paged(op: Any, request: PagedAttentionRequest, num_threads: int) -> None:
