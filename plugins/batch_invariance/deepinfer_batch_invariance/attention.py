@@ -88,13 +88,13 @@ class PagedAttention:
         q = self._room("query", *key.shape[:2], filled, r.head_dim)
         chosen = query.index_select(0, tile.rows).view(-1, tile.count, r.kv_heads, self._group, r.head_dim)
         chosen = chosen.permute((2, 0, 1, 3, 4) if span.by_head else (0, 2, 1, 3, 4))
-        torch.mul(chosen, r.scale, out=q[:, :, :rows].unflatten(2, (tile.count, self._group)))
+        torch.mul(chosen, r.scale, out=q[:, :, :rows].view(chosen.shape))
         scores = self._room("scores", *key.shape[:2], filled, tile.width)
         columns = key[:, :, tile.start : tile.start + tile.width].transpose(2, 3)
         for number, part in enumerate(columns):
             torch.bmm(q[number], part, out=scores[number])
         if tile.seen < tile.width:
-            late = scores[:, :, :rows, tile.seen :].unflatten(2, (tile.count, self._group))
+            late = scores[:, :, :rows, tile.seen :].view(*key.shape[:2], tile.count, self._group, -1)
             late.masked_fill_(tile.hidden.transpose(0, 1) if span.by_head else tile.hidden, float("-inf"))
         return torch.softmax(scores, dim=-1, out=scores)
 
@@ -109,7 +109,8 @@ class PagedAttention:
                     torch.baddbmm(total[number], part, block, out=total[number])
                 else:
                     torch.bmm(part, block, out=total[number])
-        return self._by_row(total[:, :, : tile.count * self._group].unflatten(2, (tile.count, self._group)), span)
+        rows = total[:, :, : tile.count * self._group]
+        return self._by_row(rows.view(*rows.shape[:2], tile.count, self._group, -1), span)
 
     def _listed(self, weights: torch.Tensor, value: torch.Tensor, span: Span) -> torch.Tensor:
         """The same for one row a request, values where they lie."""

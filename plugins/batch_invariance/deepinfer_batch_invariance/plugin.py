@@ -24,6 +24,7 @@ from deepinfer_core.api import (
 CAP = "batch_invariant"
 CAPS = frozenset({CAP, "deterministic", "spec_verify"})
 KV_CAPS = CAPS | {"kv_layout:paged"}
+GRAPH_CAPS = CAPS | {"graph_capture"}
 
 HOST_SCORE = 60
 """Of operators made for the host's processor. A backend's own, which say 100 and more, come first."""
@@ -108,7 +109,7 @@ def _triton(request: Any) -> Supports:
             return no(f"{field} {value}: expected one of {', '.join(KERNEL_DTYPES)}")
     if getattr(request, "hidden", 0) > WIDEST_ROW and request.op == "pointwise.rms_norm":
         return no(f"hidden {request.hidden}: keeps a whole row, up to {WIDEST_ROW}")
-    return yes(TRITON_SCORE, "not run on hardware")
+    return yes(TRITON_SCORE)
 
 
 def _triton_linear(request: Any) -> Supports:
@@ -130,6 +131,7 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
             "triton_gemm:FixedTileLinear",
             _triton_linear,
             proof="test_triton.py::test_gemm",
+            caps=GRAPH_CAPS,
         ),
         _provider("linear_by_tiles", "gemm.linear", "by_tiles:LinearByTiles", _any, proof=by_tiles),
         _provider("batched_by_tiles", "gemm.batched", "by_tiles:BatchedLinearByTiles", _any, proof=by_tiles),
@@ -184,7 +186,8 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
     host, by_tiles = "test_pointwise.py::test_rows_alone_and_together", "test_any_device.py::test_pointwise"
 
     def pointwise(name: str, op: str, target: str, supports: Verdict, proof: str = host) -> Provider:
-        return _provider(name, f"pointwise.{op}", target, supports, proof=proof)
+        caps = GRAPH_CAPS if name.startswith("triton_") else CAPS
+        return _provider(name, f"pointwise.{op}", target, supports, proof=proof, caps=caps)
 
     return [
         pointwise("rms_norm", "rms_norm", "pointwise:RmsNorm", float32),

@@ -23,7 +23,7 @@ ENOUGH_PROGRAMS, MOST_PARTS = 256, 8
 """K is cut until one tile of rows makes that many programs."""
 LEAST_STEPS = 2
 """Of a stretch: a product of one step is folded into the sum before it, which rounds otherwise."""
-ADD_BLOCK = 1024
+ADD_BLOCK = 512
 
 
 @attrs.frozen(kw_only=True)
@@ -90,16 +90,16 @@ class FixedTileLinear:
 
     def _steady(self, weight: Weight) -> tuple[Tile, ...]:
         """The tiles that give every row the bits that the last gives it."""
-        last = self._offered[-1]
         row = random_row(self._request.in_features, dtype=self._dtype, device=self._device)
-        # One row a tile and place: rolled, so that every place is tried with other numbers.
+        last = self._offered[-1]
+        # Every place of a tile, and one row more, with other numbers in each.
         x = torch.stack([row.roll(place) for place in range(last.m + 1)])
-        wanted = self._by(last, x, weight)
+        found = [self._by(tile, x, weight) for tile in self._offered]
+        wanted = found[-1]
         for place in (0, 1, last.m - 1):
             if not same_bits(self._by(last, x[place : place + 1], weight)[0], wanted[place]):
                 raise moved(f"gemm of {x.shape[1]} to {wanted.shape[1]} channels", f"1 and {len(x)} rows differ")
-        kept = [tile for tile in self._offered[:-1] if same_bits(self._by(tile, x, weight), wanted)]
-        return (*kept, last)
+        return tuple(tile for tile, y in zip(self._offered, found, strict=True) if same_bits(y, wanted))
 
     def _by(self, tile: Tile, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         (columns, inner), rows = weight.weight.shape, x.shape[0]
@@ -133,9 +133,8 @@ class FixedTileLinear:
             num_stages=tile.stages,
         )
         if spread:
-            size = rows * columns
-            add_parts_kernel[(triton.cdiv(size, ADD_BLOCK),)](
-                sums, bias, y, size, columns, PARTS=self._parts, HAS_BIAS=has_bias, BLOCK=ADD_BLOCK
+            add_parts_kernel[(rows, triton.cdiv(columns, ADD_BLOCK))](
+                sums, bias, y, rows, columns, PARTS=self._parts, HAS_BIAS=has_bias, BLOCK=ADD_BLOCK
             )
         return y
 

@@ -1,4 +1,4 @@
-"""Operators over the kernels of :mod:`.triton_kernels`, for devices that Triton compiles for. Not run on hardware.
+"""Operators over the kernels of :mod:`.triton_kernels`, for devices that Triton compiles for.
 
 A backend's own operators, made for its device, come first by score.
 """
