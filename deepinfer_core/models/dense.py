@@ -195,12 +195,13 @@ def _requests(c: DenseConfig, o: ModelOptions, max_model_len: int) -> dict[str, 
 def _regions(c: DenseConfig, ops: Mapping[str, Any]) -> dict[str, Region]:
     """What can take the place of some of ``ops``, with fields as there."""
     merged, activation, rope = ops["gate_up"], ops["swiglu"], ops["rope"]
-    common = {"device_type": merged.device_type, "demands": merged.demands, "dtype": merged.dtype}
+    common = {"device_type": merged.device_type, "dtype": merged.dtype}
     gated = GatedLinearRequest(
         in_features=merged.in_features,
         width=activation.width,
         weight_dtype=merged.weight_dtype,
         bias=merged.bias,
+        demands=merged.demands,
         **common,
     )
     regions = {"gated_linear": Region(request=gated, replaces=("gate_up", "swiglu"))}
@@ -218,6 +219,7 @@ def _regions(c: DenseConfig, ops: Mapping[str, Any]) -> dict[str, Region]:
             norm_eps=c.eps if c.qk_norm else None,
             cache_dtype=write.cache_dtype,
             block_size=write.block_size,
+            demands=write.demands,
             **common,
         )
         parts = (*(("head_norm",) if c.qk_norm else ()), "rope", f"write_kv_{kind}")
