@@ -52,6 +52,8 @@ class DeviceInfo:
         provider: factory ``(DeviceInfo) -> Device``.
         fallback: the backend's own word on falling back to reference operators; ``None`` means ``error``.
         legacy_names: values of ``DEEPINFER_ACCELERATOR`` of the original engine that mean this backend.
+        block_size: tokens of a cache block that suit the backend's operators, where nobody set one and the model asks
+            for no multiple of its own; None: the setting's default.
     """
 
     backend: str
@@ -64,6 +66,7 @@ class DeviceInfo:
     provider: LazyRef
     fallback: FallbackPolicy | None = None
     legacy_names: tuple[str, ...] = ()
+    block_size: int | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -3,7 +3,8 @@
 A *cache group* is one kind of per-token state (full KV, window KV, ...). All its layers share
 block tables. A layout turns the group's entries into one cache per layer. The layout is chosen first,
 by score; requests that touch the group then demand ``"kv_layout:<name of the layout's provider>"``, which
-attention providers declare among their caps. A backend with a layout of its own ships both.
+attention providers declare among their caps. A backend with a layout of its own ships both. Where some request of
+the group finds no provider in a layout, the next layout is taken, unless the user named the first.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class KVCacheConfig:
     block_size: int = setting(
         16,
         help="Tokens of one cache block; a multiple of the model's alignment. Left alone, it becomes the smallest "
-        "multiple of 16 that is one.",
+        "multiple of 16 that is one or, for a model without an alignment, what suits the device (the host: 64).",
         unit="tokens",
         check=at_least(1),
     )

@@ -53,7 +53,8 @@ class PagedAttention:
         if gather is not None and gather.rows is not None:
             output.index_copy_(0, gather.rows, self._gathered(query.index_select(0, gather.rows), cache, gather))
         for chunk in plan.chunks:
-            self._dense(query, cache, chunk, output)
+            key, value = (self._request_rows(cache[name], chunk) for name in ("key", "value"))
+            dense(query, key, value, chunk, self._request.scale, output)
         return output
 
     def _gathered(self, query: torch.Tensor, cache: LayerCache, gather: Gather) -> torch.Tensor:
@@ -68,26 +69,28 @@ class PagedAttention:
         summed = torch.embedding_bag(values, gather.columns, gather.offsets, False, 0, False, weights)[0]
         return summed.view(query.shape)
 
-    def _dense(self, query: torch.Tensor, cache: LayerCache, chunk: Chunk, output: torch.Tensor) -> None:
-        """Attend one request's chunk and write its rows of ``output``."""
-        key, value = (self._request_rows(cache[name], chunk) for name in ("key", "value"))
-        for part in chunk.parts:
-            rows = slice(part.start, part.end)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                query[None, rows].transpose(1, 2),
-                key[None, :, : part.keys],
-                value[None, :, : part.keys],
-                attn_mask=part.mask,
-                is_causal=part.mask is None,
-                scale=self._request.scale,
-                enable_gqa=True,
-            )
-            output[rows] = attended[0].transpose(0, 1)
-
     def _request_rows(self, cached: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """One request's visible cache rows, ``[kv_heads, keys, head_dim]``."""
         rows = cached.index_select(0, chunk.blocks).flatten(0, 1)
         return rows[chunk.skip : chunk.skip + chunk.parts[-1].keys].transpose(0, 1)
+
+
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: Chunk, scale: float, output: torch.Tensor
+) -> None:
+    """Attend one request's chunk and write its rows of ``output``; ``key`` and ``value [kv_heads, keys, head_dim]``."""
+    for part in chunk.parts:
+        rows = slice(part.start, part.end)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[None, rows].transpose(1, 2),
+            key[None, :, : part.keys],
+            value[None, :, : part.keys],
+            attn_mask=part.mask,
+            is_causal=part.mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        output[rows] = attended[0].transpose(0, 1)
 
 
 def _softmax(scores: torch.Tensor, gather: Gather) -> torch.Tensor:

@@ -86,13 +86,16 @@ class AttentionPlan:
 
 def make_plan(request: PagedAttentionRequest, layout: StepLayout) -> AttentionPlan:
     """The plan of a step. It names cache rows by number only, so every layer of the group can use it."""
-    counts, contexts = layout.host_query_lens, layout.host_seq_lens
-    few = counts <= FEW_ROWS
+    few = few_rows(layout)
     table = layout.block_table.numpy()
-    starts = np.cumsum(counts) - counts
-    chunks = [_chunk(request, table[r], int(starts[r]), int(counts[r]), int(contexts[r])) for r in np.nonzero(~few)[0]]
-    gather = _gather(request, layout, table, few) if counts[few].any() else None
-    return AttentionPlan(gather, tuple(chunks))
+    gather = _gather(request, layout, table, few) if layout.host_query_lens[few].any() else None
+    return AttentionPlan(gather, chunks_of(request, layout, table, few))
+
+
+def few_rows(layout: StepLayout) -> Array:
+    """``[R]`` bool: requests whose rows are gathered."""
+    few: Array = layout.host_query_lens <= FEW_ROWS
+    return few
 
 
 # ---- gathers
@@ -168,6 +171,16 @@ def _cache_rows(
 
 
 # ---- chunks
+
+
+def chunks_of(request: PagedAttentionRequest, layout: StepLayout, table: Array, few: Array) -> tuple[Chunk, ...]:
+    """The other requests' dense attention."""
+    many = np.nonzero(~few)[0].tolist()
+    if not many:
+        return ()
+    counts, contexts = layout.host_query_lens, layout.host_seq_lens
+    starts = np.cumsum(counts) - counts
+    return tuple(_chunk(request, table[r], int(starts[r]), int(counts[r]), int(contexts[r])) for r in many)
 
 
 def _chunk(request: PagedAttentionRequest, blocks: Array, start: int, count: int, context: int) -> Chunk:

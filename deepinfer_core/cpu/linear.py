@@ -89,7 +89,7 @@ def _blocked(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
         )
 
 
-_multiply: Any = torch.ops.mkldnn._linear_pointwise if has_onednn() else None
+_multiply: Any = torch.ops.mkldnn._linear_pointwise.default if has_onednn() else None
 
 
 def _run_blocked(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

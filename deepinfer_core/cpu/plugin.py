@@ -14,6 +14,7 @@ from deepinfer_core.api import (
     BatchedLinearRequest,
     DeviceInfo,
     GroupedLinearRequest,
+    KVLayoutRequest,
     LazyRef,
     LinearRequest,
     PagedAttentionRequest,
@@ -37,6 +38,12 @@ CAPS = frozenset({"deterministic", "spec_verify"})
 STATE_CAPS = CAPS | {"device_state"}
 KV_CAPS = CAPS | {"kv_layout:paged"}
 PAGED_CAPS = KV_CAPS | {"block_attention"}
+TRANSPOSED = "transposed_keys"
+TRANSPOSED_CAPS = CAPS | {f"kv_layout:{TRANSPOSED}"}
+BLOCK_SIZE = 64
+"""Tokens of a block that the operators of ``transposed_keys`` go through at the speed of memory."""
+SHORTEST_BLOCK = 32
+"""Below this a sum of key channels is no faster than products of rows."""
 # Operators that move data, or go by rows one after the other, give a row the same bits in any company.
 INVARIANT = "batch_invariant"
 ROW_PROOF = "tests/batch_invariance/test_core_providers.py::test_a_row_has_the_same_bits_in_any_company"
@@ -61,6 +68,7 @@ def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
             provider=LazyRef("deepinfer_core.cpu.device:CpuDevice"),
             fallback="allow",
             legacy_names=(),
+            block_size=BLOCK_SIZE,
         )
     ]
 
@@ -109,6 +117,22 @@ def _paged(request: PagedAttentionRequest) -> Supports:
     return _float32(request, "dtype", "cache_dtype")
 
 
+def _transposed_keys(request: KVLayoutRequest) -> Supports:
+    entries = request.group.entries
+    if [entry.name for entry in entries] != ["key", "value"] or entries[0].shape != entries[1].shape:
+        return no(f"holds a key and a value of one shape, not {', '.join(entry.name for entry in entries)}")
+    if len(entries[0].shape) != 2:
+        return no(f"holds heads of channels, not shape {entries[0].shape}")
+    if request.group.tokens_per_row != 1:
+        return no("holds a row for every token")
+    if request.block_size < SHORTEST_BLOCK or request.block_size % 16:
+        return no(f"pays from blocks of {SHORTEST_BLOCK} tokens on, in steps of 16; block_size is {request.block_size}")
+    if any(entry.dtype != "float32" for entry in entries):
+        return no(f"holds float32, not {entries[0].dtype}")
+    verdict = _float32(request)
+    return yes(SCORE + 1) if verdict else verdict
+
+
 def _sparse(request: Any) -> Supports:
     return _float32(request, "dtype", "cache_dtype")
 
@@ -132,6 +156,14 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _invariant(_provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv)),
         _provider("paged_in_place", "attention.paged", "attention:PagedAttention", PAGED_CAPS, _paged),
+        _provider("write_kv_transposed", "attention.write_kv", "transposed_keys:WriteKV", TRANSPOSED_CAPS, _write_kv),
+        _provider(
+            "paged_transposed",
+            "attention.paged",
+            "transposed_keys:PagedAttention",
+            TRANSPOSED_CAPS | {"block_attention"},
+            _paged,
+        ),
         _provider("sparse", "attention.sparse", "sparse_attention:SparseAttention", KV_CAPS, _sparse),
         _provider("index_topk", "attention.index_topk", "index_topk:IndexTopK", KV_CAPS, _sparse),
         _provider("compress", "attention.compress", "compress:Compress", KV_CAPS, _sparse),
@@ -157,7 +189,10 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
 def deepinfer_kv_layout(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
-    return [_provider("paged", "kv_layout.paged", "kv_layout:PagedLayout", CAPS, _float32)]
+    return [
+        _provider("paged", "kv_layout.paged", "kv_layout:PagedLayout", CAPS, _float32),
+        _provider(TRANSPOSED, "kv_layout.paged", "kv_layout:TransposedKeysLayout", CAPS, _transposed_keys),
+    ]
 
 
 def _route(request: RouteRequest) -> Supports:

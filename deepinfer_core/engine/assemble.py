@@ -20,13 +20,13 @@ from deepinfer_core.checkpoint import Checkpoint, check_tensors
 from deepinfer_core.plugins import OpTable, WrapOp, freeze
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
 
-from .choosing import group_slot
 from .commit import Committer
 from .constraint_open import open_constraints
 from .core import EngineCore
 from .decode_graphs import DecodeGraphs
 from .intake import Intake, Limits
 from .kv_cache import KVCache
+from .layout_choice import group_slot
 from .open_observer import OpenSink, connect, open_sinks
 from .planner import Planner
 from .planning import PlannedEngine

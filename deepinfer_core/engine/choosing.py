@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import attrs
 
 from deepinfer_core.api import (
-    CacheGroupSpec,
     Choice,
     FallbackPolicy,
     KVLayoutRequest,
@@ -18,10 +17,7 @@ from deepinfer_core.api import (
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.plugins import ChosenRegions, DeviceChoice, choose, choose_regions
 
-
-def group_slot(group: CacheGroupSpec) -> str:
-    """Slot name of a cache group's layout."""
-    return f"kv_layout_{group.name}"
+from .layout_choice import Located, Providers, choose_with_layouts, group_slot
 
 
 def layout_requests(config: EngineConfig, spec: ModelSpec, chosen: DeviceChoice) -> dict[str, OpRequest]:
@@ -50,25 +46,23 @@ def choose_all(
     Layouts first: what they are called is a demand on everything that touches their groups. Then regions, which leave
     out operators.
     """
-    layouts = layout_requests(config, spec, chosen)
 
-    def decide(requests: Mapping[str, OpRequest]) -> tuple[Choice, ...]:
+    def decide(requests: Mapping[str, OpRequest], providers: Providers) -> tuple[Choice, ...]:
         return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=chosen.plugin)
 
-    decided = decide(layouts)
-    names = {g.name: c.provider.partition(":")[2] for g, c in zip(spec.cache_groups, decided, strict=True)}
+    def complete(located: Located) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+        rest = {slot: located(request) for slot, request in requests.items()}
+        regions: ChosenRegions = choose_regions(
+            {slot: attrs.evolve(region, request=located(region.request)) for slot, region in spec.regions.items()},
+            rest,
+            providers,
+            user=config.ops,
+            backend_plugin=chosen.plugin,
+        )
+        served = decide({slot: request for slot, request in rest.items() if slot in regions.left}, providers)
+        return regions.chosen + served, regions.declined
 
-    def located(request: OpRequest) -> OpRequest:
-        touched = {f"kv_layout:{names[group]}" for group in request.cache_groups}
-        return attrs.evolve(request, demands=request.demands | touched) if touched else request
-
-    rest = {slot: located(request) for slot, request in requests.items()}
-    regions: ChosenRegions = choose_regions(
-        {slot: attrs.evolve(region, request=located(region.request)) for slot, region in spec.regions.items()},
-        rest,
-        providers,
-        user=config.ops,
-        backend_plugin=chosen.plugin,
+    decided, (others, declined) = choose_with_layouts(
+        layout_requests(config, spec, chosen), requests, providers, decide, complete
     )
-    served = decide({slot: request for slot, request in rest.items() if slot in regions.left})
-    return decided + regions.chosen + served, regions.declined
+    return decided + others, declined

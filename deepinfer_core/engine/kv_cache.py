@@ -98,6 +98,11 @@ class KVCache:
         return -(-tokens // self.block_size)
 
     @property
+    def slides(self) -> bool:
+        """True when :meth:`slide` has something to free now and then."""
+        return bool(self._windows)
+
+    @property
     def capacity(self) -> int:
         """Tokens the longest possible request can hold when it is alone."""
         usable = [g.pool.num_usable for g in self.groups.values() if g.spec.window is None]

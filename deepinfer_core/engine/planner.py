@@ -171,17 +171,21 @@ class Planner:
         self.preemption.needs_drain = False
         self.steps += 1
         running = self.slots.running
-        self.cache.slide(running, self.slots.computed[running] - self.slots.slack[running])
+        if self.cache.slides:
+            self.cache.slide(running, self.slots.computed[running] - self.slots.slack[running])
         self.prefixes.refresh()
-        split = self._split()
-        decodes = self._decode_rows(min(split.decode, self.budget))
+        remaining = self._remaining(running)
+        split = self._split(remaining)
+        decodes = self._decode_rows(running[remaining == 1], min(split.decode, self.budget))
         used = len(decodes)
         drafts = self._fitting_drafts(decodes, drafts or {}, min(split.decode, self.budget) - used)
         caps, total = np.array([len(drafts.get(slot, ())) for slot in decodes.tolist()], np.int64), 0
         if self.drafting is not None:
             caps, total = self.drafting.caps(decodes, min(split.decode, self.budget) - used)
         used += total + sum(map(len, drafts.values()))
-        rows = self._prefill_rows(min(split.prefill, self.budget - used))
+        if self.slots.running is not running:  # some were preempted
+            remaining = self._remaining(self.slots.running)
+        rows = self._prefill_rows(remaining, min(split.prefill, self.budget - used))
         admitted = self._admit(min(split.prefill, self.budget - used) - sum(rows.counts), rows)
         if len(decodes) == 0 and not rows.slots:
             return self._unstick()
@@ -189,14 +193,13 @@ class Planner:
 
     def decoding_slots(self) -> Array:
         """Running slots that are one row short of their next token."""
-        running = self.slots.running
-        ready: Array = running[self._remaining(running) == 1]
+        ready: Array = self.slots.running[self._remaining(self.slots.running) == 1]
         return ready
 
-    def _split(self) -> TokenSplit:
+    def _split(self, remaining: Array) -> TokenSplit:
         """Asked only when decode rows and prompt rows compete for the step, those of a new request included."""
         whole = TokenSplit(self.max_batch_tokens, self.max_batch_tokens)
-        decoding = self._remaining(self.slots.running) == 1
+        decoding = remaining == 1
         if not decoding.any() or (decoding.all() and not (len(self.waiting) and self.slots.num_free)):
             return whole
         return self.guard.split(whole)
@@ -210,9 +213,8 @@ class Planner:
             known &= table.slack[slots] == 0  # drafts in flight: without a verdict there is no next position
         return np.where(known, remaining, 0)
 
-    def _decode_rows(self, budget: int) -> Array:
-        """Sequences one row short of their next token, least recently scheduled first if they do not all fit."""
-        ready = self.decoding_slots()
+    def _decode_rows(self, ready: Array, budget: int) -> Array:
+        """Of sequences one row short of their next token, the least recently scheduled if they do not all fit."""
         if len(ready) > budget:
             ready = ready[np.argsort(self.slots.last_step[ready], kind="stable")[:budget]]
         if len(ready) == 0:
@@ -245,11 +247,10 @@ class Planner:
                 budget -= len(tokens)
         return fitting
 
-    def _prefill_rows(self, budget: int) -> _Rows:
+    def _prefill_rows(self, remaining: Array, budget: int) -> _Rows:
         """Next chunks of running sequences, in order of admission, as far as free blocks go."""
         rows = _Rows([], [])
         running = self.slots.running
-        remaining = self._remaining(running)
         prefilling = remaining > 1
         if not prefilling.any():
             return rows

@@ -155,7 +155,7 @@ def make_plan(
     chosen = pick_device(config, registry, environ)
     device: Device = chosen.device.provider.load()(chosen.device)
     definition, spec = describe_model(config, checkpoint, registry, device, experts)
-    fitted = fit_block_size(config, spec)
+    fitted = fit_block_size(config, spec, chosen.device)
     if fitted is not config:
         config = fitted
         spec = describe_model(config, checkpoint, registry, device, experts)[1]

@@ -15,6 +15,7 @@ HOST = attrs.evolve(reference_support.DEVICE, backend="cpu")
 HOOKS = (
     plugin.deepinfer_attention,
     plugin.deepinfer_gemm,
+    plugin.deepinfer_kv_layout,
     plugin.deepinfer_pointwise,
     plugin.deepinfer_sampling,
     plugin.deepinfer_runner_ops,

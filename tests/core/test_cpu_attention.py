@@ -32,7 +32,7 @@ def request(**changes: Any) -> PagedAttentionRequest:
 
 
 def paged(**changes: Any) -> Any:
-    return operator(request(**changes))
+    return operator(request(**changes), "paged_in_place")
 
 
 def check(scene: Scene, window: int | None = None) -> None:
@@ -202,7 +202,8 @@ def write_kv() -> Any:
             dtype="float32",
             cache_dtype="float32",
             block_size=BLOCK,
-        )
+        ),
+        "write_kv",
     )
 
 

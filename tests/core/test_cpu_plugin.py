@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from cpu_support import HOOKS, HOST, providers, verdicts
 
 from deepinfer_core.api import (
+    CacheEntry,
+    CacheGroupSpec,
+    KVLayoutRequest,
     LazyRef,
     LinearRequest,
     OpRequest,
@@ -97,6 +101,48 @@ def test_any_stored_weight_is_served() -> None:
 )
 def test_a_refusal_says_why(request_: OpRequest, reason: str) -> None:
     assert reason in reasons(request_)
+
+
+def test_each_layout_has_operators_that_read_it_and_write_it() -> None:
+    write = WriteKVRequest(**(HEADS | FLOAT32))
+    for layout in ("paged", "transposed_keys"):
+        demands = frozenset({f"kv_layout:{layout}"})
+        for request in (
+            paged(demands=demands),
+            paged(demands=demands, causal=False),
+            attrs.evolve(write, demands=demands),
+        ):
+            assert [bool(verdict) for verdict in verdicts(request).values()] == [True]
+
+
+KEY, VALUE = CacheEntry("key", (2, 16), "float32"), CacheEntry("value", (2, 16), "float32")
+
+
+def kv_layout(*entries: CacheEntry, block_size: int = 64, **changes: Any) -> KVLayoutRequest:
+    group = CacheGroupSpec(**({"name": "full", "layers": 1, "entries": entries or (KEY, VALUE)} | changes))
+    return KVLayoutRequest(group=group, block_size=block_size)
+
+
+def test_keys_are_transposed_in_long_blocks() -> None:
+    assert (verdicts(kv_layout())["transposed_keys"].score or 0) > (verdicts(kv_layout())["paged"].score or 0)
+    assert verdicts(kv_layout(block_size=32))["transposed_keys"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (kv_layout(block_size=16), "from blocks of 32 tokens on.*block_size is 16"),
+        (kv_layout(block_size=40), "in steps of 16; block_size is 40"),
+        (kv_layout(CacheEntry("kv", (16,), "float32")), "a key and a value of one shape, not kv"),
+        (kv_layout(KEY, CacheEntry("value", (2, 8), "float32")), "of one shape"),
+        (kv_layout(KEY, CacheEntry("value", (2, 16), "bfloat16")), "holds float32"),
+        (kv_layout(tokens_per_row=4), "a row for every token"),
+    ],
+)
+def test_what_does_not_fit_transposed_keys(request_: KVLayoutRequest, reason: str) -> None:
+    verdict = verdicts(request_)["transposed_keys"]
+    assert not verdict
+    assert re.search(reason, verdict.reason)
 
 
 def test_another_layout_is_refused_by_its_demand() -> None:

@@ -208,6 +208,21 @@ def test_ahead_is_bitwise_sync(pair: Pair) -> None:
     assert results[0] == results[1]
 
 
+def test_blocks_as_long_as_the_host_likes_them(pair: Pair) -> None:
+    """From 32 tokens on keys are kept transposed there."""
+    with pair.open(kv_cache__block_size=32, kv_cache__num_blocks=17) as llm:
+        layouts = {c.provider for c in llm.engine.planned.plan.choices if c.op == "kv_layout.paged"}
+        assert ACCELERATOR != "cpu" or layouts == {"cpu:transposed_keys"}
+        for output in llm.generate(prompts(1, 2, 23, 31, 40, 58), WHOLE):
+            pair.check(output, prompt=True)
+        (prompt,) = prompts(45)
+        pair.check(llm.generate(prompt, OUTPUT)[0])
+        (other,) = prompts(9)
+        (again,) = llm.generate([*prompt[:32], *other], OUTPUT)
+        assert again.metrics.cached_tokens == 32
+        pair.check(again)
+
+
 # ---- a real model
 
 QUESTIONS = [

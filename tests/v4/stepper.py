@@ -14,7 +14,7 @@ import torch
 from deepinfer_core.api import ExpertShare, ModelBatch, ModelContext, OpRequest, ProcessGroup, StepLayout
 from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.config import load_config
-from deepinfer_core.engine.choosing import group_slot
+from deepinfer_core.engine.layout_choice import group_slot
 from deepinfer_core.engine.planning import PlannedEngine, make_plan
 from deepinfer_core.plugins import OpTable, freeze
 

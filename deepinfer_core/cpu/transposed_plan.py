@@ -1,0 +1,116 @@
+"""Which vectors of the cache every decode row reads in the layout ``transposed_keys``, once for all layers.
+
+A row's products with one block's keys are a weighted sum of the block's channels, its output a weighted sum of values:
+both are lists of cache vectors, one list for each row, head and block, or for each row and head. Rows that see a
+similar number of blocks share a bucket, padded to the most of them, so that softmax runs over plain matrices. Positions
+that a row does not see are hidden from its products, and stand for its own first position among its values: no row ever
+adds up what belongs to another request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from deepinfer_core.api import PagedAttentionRequest, StepLayout
+
+Array = np.ndarray[Any, Any]
+
+
+@attrs.frozen(eq=False)
+class Bucket:
+    """``n`` query rows, of which each reads ``b`` blocks.
+
+    Attributes:
+        rows: ``[n]`` int64, their numbers in the step; None when they are all rows in order.
+        keys: ``[n * heads * b * head_dim]`` vectors of the keys as ``[-1, block_size]``; key_bags: where those of each
+            row, head and block begin.
+        values: ``[n * heads * b * block_size]`` vectors of the values as ``[-1, head_dim]``; value_bags: where those of
+            each row and head begin.
+        hidden: ``[n, 1, b * block_size - seen]`` bool, the positions past the first ``seen`` that a row does not see;
+            None if every row sees all.
+        scaled: ``[n, heads, b, head_dim]`` float32 to put scaled queries into, used anew in each layer.
+    """
+
+    rows: torch.Tensor | None
+    keys: torch.Tensor
+    key_bags: torch.Tensor
+    values: torch.Tensor
+    value_bags: torch.Tensor
+    hidden: torch.Tensor | None
+    seen: int
+    scaled: torch.Tensor
+
+
+def make_buckets(request: PagedAttentionRequest, layout: StepLayout, table: Array, few: Array) -> tuple[Bucket, ...]:
+    """The query rows of the requests ``few [R]`` bool, ``table [R, B]``, divided by how many blocks they see."""
+    size = layout.block_size
+    owners = np.repeat(np.arange(len(few)), layout.host_query_lens)
+    rows = few[owners].nonzero()[0]
+    everyone = len(rows) == len(owners)
+    owners, last = owners[rows], layout.positions.numpy()[rows]
+    if not request.causal:
+        last = layout.host_seq_lens[owners].astype(np.int64) - 1
+    first = np.zeros_like(last) if request.window is None else np.maximum(last - request.window + 1, 0)
+    counts = last // size - first // size + 1
+    most = int(counts.max())
+    if _fits(int(counts.min()), most):
+        return (_bucket(request, table, owners, first, last, most, None if everyone else rows),)
+    order = np.argsort(-counts, kind="stable")
+    buckets, begin, ordered = [], 0, counts[order].tolist()
+    for end in range(1, len(ordered) + 1):
+        if end == len(ordered) or not _fits(ordered[end], ordered[begin]):
+            part = order[begin:end]
+            shape = owners[part], first[part], last[part]
+            buckets.append(_bucket(request, table, *shape, ordered[begin], rows[part]))
+            begin = end
+    return tuple(buckets)
+
+
+def _fits(blocks: int, most: int) -> bool:
+    """A row may be padded by a quarter and by a block, about what another bucket's calls would cost."""
+    return blocks * 5 >= (most - 1) * 4
+
+
+def _bucket(
+    request: PagedAttentionRequest,
+    table: Array,
+    owners: Array,
+    first: Array,
+    last: Array,
+    width: int,
+    rows: Array | None,
+) -> Bucket:
+    size, heads, dim = request.block_size, request.q_heads, request.head_dim
+    n, start = len(owners), first // size
+    numbers = start[:, None] + np.arange(width)
+    blocks = table[owners[:, None], np.minimum(numbers, (last // size)[:, None])]
+    longest = max(size, dim)
+    index: Any = np.int32 if (int(blocks.max()) + 1) * request.kv_heads * longest < 2**31 else np.int64
+    group = heads // request.kv_heads
+    kv_head = (np.arange(heads, dtype=index) // group)[:, None]
+    vectors = (blocks.astype(index) * index(request.kv_heads))[:, None, :, None] + kv_head[:, :, None]
+    keys = vectors * index(dim) + np.arange(dim, dtype=index)
+    values = (vectors * index(size) + np.arange(size, dtype=index)).reshape(n, heads, width * size)
+    offset = first - start * size
+    seen = 0 if offset.any() else int((last - start * size).min()) + 1
+    hidden = None
+    if seen < width * size:
+        position = (start * size)[:, None] + np.arange(seen, width * size)
+        unseen = (position > last[:, None]) | (position < first[:, None])
+        own = values[np.arange(n), :, offset]
+        np.copyto(values[:, :, seen:], own[:, :, None], where=unseen[:, None])
+        hidden = torch.from_numpy(unseen[:, None])
+    return Bucket(
+        rows=None if rows is None else torch.from_numpy(rows),
+        keys=torch.from_numpy(keys.reshape(-1)),
+        key_bags=torch.from_numpy(np.arange(0, keys.size, dim, dtype=index)),
+        values=torch.from_numpy(values.reshape(-1)),
+        value_bags=torch.from_numpy(np.arange(0, values.size, width * size, dtype=index)),
+        hidden=hidden,
+        seen=seen,
+        scaled=torch.empty(n, heads, width, dim),
+    )

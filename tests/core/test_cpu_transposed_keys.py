@@ -1,0 +1,234 @@
+"""The host's paged attention over transposed keys, against a float64 formula. Other requests' cache rows hold NaN."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from cpu_support import normal, operator
+from reference_support import layout
+from test_cpu_attention import STEPS, TOLERANCE, request
+from test_reference_attention import BLOCK, DIM, KV_HEADS, MIXED, Q_HEADS, Scene
+
+from deepinfer_core.api import BuildContext, CacheEntry, CacheGroupSpec, KVLayoutRequest, WriteKVRequest
+from deepinfer_core.cpu import attention_plan
+from deepinfer_core.cpu.kv_layout import LINE, TransposedKeysLayout
+from deepinfer_core.cpu.transposed_plan import Bucket, make_buckets
+
+Caches = dict[str, torch.Tensor]
+
+
+def paged(**changes: Any) -> Any:
+    return operator(request(**changes), "paged_transposed")
+
+
+def transposed(cache: Caches) -> Caches:
+    """A cache of layout ``paged``, laid out anew."""
+    return {
+        "key": cache["key"].permute(0, 2, 3, 1).contiguous(),
+        "value": cache["value"].permute(0, 2, 1, 3).contiguous(),
+    }
+
+
+class Transposed(Scene):
+    """A scene whose cache is laid out anew."""
+
+    def attend(self, op: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        result: torch.Tensor = op.run(self.query, transposed(self.cache), op.plan(self.layout), sinks)
+        return result
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+def test_equals_the_formula(name: str, window: int | None) -> None:
+    scene = Transposed(*STEPS[name])
+    result = scene.attend(paged(window=window))
+    torch.testing.assert_close(result.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_any_step_equals_the_formula() -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    for _ in range(10):
+        contexts = [source.randrange(1, 90) for _ in range(source.randrange(1, 9))]
+        queries = [source.randrange(0, min(context, 14) + 1) for context in contexts]
+        window = source.choice([None, source.randrange(1, 100)])
+        scene = Transposed(queries, contexts)
+        if sum(queries) == 0:
+            continue
+        found = scene.attend(paged(window=window))
+        torch.testing.assert_close(found.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_chunk_in_several_parts(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(attention_plan, "CHUNK_ROWS", 12)
+    scene = Transposed([40, 30], [40, 47])
+    found = scene.attend(paged(window=window))
+    torch.testing.assert_close(found.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(1, 1, 8), (4, 4, 16), (8, 1, 20), (9, 3, 64)])
+@pytest.mark.parametrize("block", [4, 32, 64])
+def test_both_layouts_give_the_same(q_heads: int, kv_heads: int, dim: int, block: int) -> None:
+    where, blocks = layout([1, 3, 12, 1], [70, 9, 14, 64], block)
+    cache = {name: normal(blocks, block, kv_heads, dim, seed=i) for i, name in enumerate(("key", "value"))}
+    query = normal(17, q_heads, dim, seed=5)
+    shape = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "block_size": block}
+    ours, theirs = paged(**shape), operator(request(**shape), "paged_in_place")
+    found = ours.run(query, transposed(cache), ours.plan(where))
+    torch.testing.assert_close(found, theirs.run(query, cache, theirs.plan(where)), rtol=4e-6, atol=4e-6)
+
+
+def test_without_causality_a_row_sees_all_of_its_request() -> None:
+    where, blocks = layout([3, 1], [9, 21], BLOCK)
+    cache = {name: normal(blocks, BLOCK, KV_HEADS, DIM, seed=i) for i, name in enumerate(("key", "value"))}
+    query = normal(4, Q_HEADS, DIM, seed=5)
+    ours, theirs = paged(causal=False), operator(request(causal=False), "paged_in_place")
+    found = ours.run(query, transposed(cache), ours.plan(where))
+    torch.testing.assert_close(found, theirs.run(query, cache, theirs.plan(where)), rtol=4e-6, atol=4e-6)
+
+
+def test_window_never_reads_blocks_that_slid_out() -> None:
+    for queries in (2, 12):
+        scene = Transposed([queries], [26])
+        op = paged(window=3)
+        expected = scene.attend(op)
+        scene.layout.block_table[0, : (26 - queries - 2) // BLOCK] = 0
+        assert torch.equal(scene.attend(op), expected)
+
+
+def test_a_broken_key_stays_with_its_request() -> None:
+    for queries in ([1, 1, 1], [1, 20, 20]):
+        scene = Transposed(queries, [9, 30, 31])
+        clean = scene.attend(paged())
+        rows = scene.layout.block_table[1, :2].long()
+        scene.cache["key"][rows] = float("nan")
+        scene.cache["value"][rows] = float("nan")
+        found = scene.attend(paged())
+        end = queries[0] + queries[1]
+        assert found[queries[0] : end].isnan().all()
+        assert torch.equal(found[: queries[0]], clean[: queries[0]])
+        assert torch.equal(found[end:], clean[end:])
+
+
+def test_a_decode_row_is_the_same_alone_and_beside_others() -> None:
+    """Bit for bit: speculation compares drafts with tokens drawn in steps of other shapes."""
+    scene = Transposed([1, 3, 1, 1], [50, 44, 9, 200])
+    together = scene.attend(paged())
+    op = paged()
+    alone, _ = layout([1], [50], BLOCK)
+    alone.block_table = scene.layout.block_table[:1]
+    assert torch.equal(op.run(scene.query[:1], transposed(scene.cache), op.plan(alone)), together[:1])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    for queries in (3, 12):
+        scene = Transposed([queries], [12])
+        scene.query = scene.query * 1e4
+        assert scene.attend(paged()).isfinite().all()
+
+
+def test_query_may_be_a_slice_of_a_wider_tensor() -> None:
+    scene = Transposed(*MIXED)
+    expected = scene.attend(paged())
+    scene.query = torch.cat((scene.query, torch.zeros_like(scene.query)), dim=1)[:, :Q_HEADS]
+    assert not scene.query.is_contiguous()
+    assert torch.equal(scene.attend(paged()), expected)
+
+
+def test_no_rows() -> None:
+    for step in (([], []), ([0, 0], [3, 5])):
+        assert Transposed(*step).attend(paged()).shape == (0, Q_HEADS, DIM)
+
+
+# ---- the plan
+
+
+def planned(contexts: list[int], block: int = BLOCK) -> tuple[Bucket, ...]:
+    where, _ = layout([1] * len(contexts), contexts, block)
+    few = attention_plan.few_rows(where)
+    return make_buckets(request(block_size=block), where, where.block_table.numpy(), few)
+
+
+def test_rows_of_similar_length_share_one_bucket_in_their_own_order() -> None:
+    (bucket,) = planned([100, 90, 101, 95])
+    assert bucket.rows is None
+    assert bucket.scaled.shape == (4, Q_HEADS, 26, DIM)
+
+
+def test_rows_of_different_lengths_are_not_padded_to_the_longest() -> None:
+    contexts = list(range(10, 2000, 60))
+    buckets = planned(contexts)
+    rows = [row for bucket in buckets for row in ([] if bucket.rows is None else bucket.rows.tolist())]
+    assert sorted(rows) == list(range(len(contexts)))
+    held = sum(len(bucket.values) for bucket in buckets)
+    assert held < Q_HEADS * (sum(contexts) * 1.25 + 3 * BLOCK * len(contexts))
+
+
+def test_whole_blocks_hide_nothing() -> None:
+    assert planned([8, 8])[0].hidden is None
+    assert planned([8, 7])[0].hidden is not None
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("step", [([3, 6], [5, 6]), ([1], [1]), ([], [])])
+def test_write_puts_each_row_where_the_mapping_says_and_nothing_else(step: tuple[list[int], list[int]]) -> None:
+    where, blocks = layout(*step, BLOCK)
+    rows = len(where.slot_mapping)
+    key, value = normal(rows, KV_HEADS, DIM, seed=1), normal(rows, KV_HEADS + 1, DIM, seed=2)[:, 1:]
+    plain = {name: torch.full((blocks, BLOCK, KV_HEADS, DIM), 7.0) for name in ("key", "value")}
+    caches = [transposed(plain), transposed(plain)]
+    for row, slot in enumerate(where.slot_mapping.tolist()):
+        plain["key"][slot // BLOCK, slot % BLOCK] = key[row]
+        plain["value"][slot // BLOCK, slot % BLOCK] = value[row]
+    op = operator(
+        WriteKVRequest(
+            cache_group="full",
+            kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype="float32",
+            cache_dtype="float32",
+            block_size=BLOCK,
+        ),
+        "write_kv_transposed",
+    )
+    for cache in caches:  # two layers of a step
+        op.run(key, value, cache, where)
+        assert all(torch.equal(cache[name], entry) for name, entry in transposed(plain).items())
+    # Another step of the same shape goes to its own places.
+    other, _ = layout(*step, BLOCK, seed=9)
+    again = transposed({name: torch.zeros(blocks, BLOCK, KV_HEADS, DIM) for name in ("key", "value")})
+    op.run(key, value, again, other)
+    for row, slot in enumerate(other.slot_mapping.tolist()):
+        assert torch.equal(again["key"][slot // BLOCK, :, :, slot % BLOCK], key[row])
+        assert torch.equal(again["value"][slot // BLOCK, :, slot % BLOCK], value[row])
+
+
+# ---- the layout
+
+
+def group(**changes: Any) -> CacheGroupSpec:
+    entries = tuple(CacheEntry(name, (KV_HEADS, DIM), "float32") for name in ("key", "value"))
+    fields: dict[str, Any] = {"name": "full", "layers": 2, "entries": entries}
+    return CacheGroupSpec(**(fields | changes))
+
+
+def test_memory_is_zero_and_begins_at_a_cache_line() -> None:
+    asked = KVLayoutRequest(group=group(), block_size=64)
+    context: BuildContext = None  # type: ignore[assignment]  # the layout asks nothing of it
+    made = TransposedKeysLayout(asked, context)
+    caches = made.allocate(5)
+    assert len(caches) == 2
+    assert {name: tuple(t.shape) for name, t in caches[0].items()} == {
+        "key": (5, KV_HEADS, DIM, 64),
+        "value": (5, KV_HEADS, 64, DIM),
+    }
+    tensors = [tensor for cache in caches for tensor in cache.values()]
+    assert all(tensor.data_ptr() % LINE == 0 and not tensor.any() for tensor in tensors)
+    assert sum(tensor.numel() * tensor.itemsize for tensor in tensors) == 5 * made.block_bytes()
