@@ -6,7 +6,8 @@
 Decode: a random Qwen3 of 41.6 million parameters in float32, prompts of 256 ids, greedy, end of sequence ignored; the
 time of a step is (time for N tokens - time for 1) / (N - 1). Each engine runs in a process of its own, once per thread
 count, and the best is kept; they alternate within each round; medians over rounds. vLLM pins its own torch, so it has
-an environment of its own, named by ``--vllm-python``.
+an environment of its own, named by ``--vllm-python``. ``weights alone`` is no engine: it multiplies by every weight
+once a step and does nothing else, which at batch 1 is the floor that memory sets.
 Ragged: prompts of 16 to 512 ids, outputs of 8 to 256, arriving by a Poisson process faster than they are served;
 ``generate`` takes them in order of arrival, eight at a time. Run it on an idle machine.
 """
@@ -31,6 +32,15 @@ from peer_process import Remote, installed
 
 PARTS = ("decode", "ragged", "demo", "prefix")
 PROMPT = 256
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL",
+}
+"""What keeps each library from 512-bit vectors; the engines' processes inherit it."""
+
 QUESTIONS = (
     "What is the capital of France?",
     "Write a short poem about the sea.",
@@ -50,6 +60,7 @@ def decode(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         ("transformers", "transformers", directory, sys.executable),
         ("llama.cpp", "llama_cpp", gguf_file, options.llama_python),
         ("vllm", "vllm", directory, options.vllm_python),
+        ("weights", "torch", directory, sys.executable),
     ):
         if installed(python, module):
             engines += [Remote(name, model, python, threads) for threads in options.thread_counts]
@@ -78,7 +89,7 @@ def _decode_batch(
         for engine in engines:
             one = engine.run(prompts, 1)[0]
             whole, ids = engine.run(prompts, new_tokens)
-            first.add(tuple(ids[0][:8]))
+            first.update(tuple(said[:8]) for said in ids[:1])
             if number:
                 step = 1e3 * (whole - one) / (new_tokens - 1)
                 times.setdefault((engine.name, engine.threads), []).append(step)
@@ -241,7 +252,8 @@ def main() -> None:
     parser.add_argument(
         "--avx2",
         action="store_true",
-        help="decode: as on a processor without 512-bit vectors (llama.cpp stays as it was compiled)",
+        help="decode: as on a processor without 512-bit vectors; llama.cpp is as it was compiled, so name one that was "
+        "compiled with -DGGML_NATIVE=OFF -DGGML_AVX2=ON by --llama-python",
     )
     parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM, if not this one")
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
@@ -252,7 +264,7 @@ def main() -> None:
         parser.error(f"--only {options.only}: no part is called {unknown[0]!r}; there are {', '.join(PARTS)}")
     torch.set_num_threads(options.threads)
     if options.avx2:
-        os.environ.update(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2")  # the engines' processes inherit them
+        os.environ.update(AVX2)
     result: dict[str, Any] = {
         "machine": machine(),
         "threads": options.threads,

@@ -22,6 +22,7 @@ MAKERS: dict[str, Callable[[Path], peers.Peer | None]] = {
     "transformers": peers.transformers_generate,
     "llama.cpp": lambda model: peers.llama_cpp(model, int(os.environ["OMP_NUM_THREADS"])),
     "vllm": peers.vllm,
+    "weights": peers.weights_alone,
 }
 
 

@@ -84,6 +84,29 @@ def llama_cpp(gguf_file: Path, threads: int) -> Peer | None:
     return Peer(f"llama.cpp ({llama_cpp.__version__})", run, batches=False)
 
 
+def weights_alone(directory: Path) -> Peer:
+    """No engine: every weight matrix is multiplied by as many rows as there are prompts, once a step, and no more.
+
+    With one row that is reading the weights at the speed of memory, the floor of any engine's step.
+    """
+    from safetensors.torch import load_file
+
+    pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise.default
+    loaded = load_file(directory / "model.safetensors").values()
+    weights = [(weight.shape[1], pack(weight, 32)) for weight in loaded if weight.dim() == 2]
+
+    def run(prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
+        rows = {width: torch.randn(len(prompts), width) for width, _ in weights}
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for _ in range(new_tokens):
+                for width, weight in weights:
+                    multiply(rows[width], weight, None, "none", [], "")
+        return time.perf_counter() - start, []
+
+    return Peer(f"weights alone, torch {torch.__version__}", run)
+
+
 def vllm(directory: Path) -> Peer | None:
     """In one process, eager. None when it is not installed."""
     if importlib.util.find_spec("vllm") is None:
