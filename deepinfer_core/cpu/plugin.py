@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from deepinfer_core.api import (
+    AttentionInputsRequest,
     BatchedLinearRequest,
     DeviceInfo,
     GroupedLinearRequest,
@@ -105,7 +106,7 @@ def _int8_weight_only(request: LinearRequest) -> Supports:
     return yes(SCORE, "rounds weights to 8 bits and products to bfloat16") if verdict else verdict
 
 
-def _write_kv(request: WriteKVRequest) -> Supports:
+def _write_kv(request: WriteKVRequest | AttentionInputsRequest) -> Supports:
     return _float32(request, "dtype", "cache_dtype")
 
 
@@ -183,6 +184,15 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         _provider("batched", "gemm.batched", "grouped:BatchedLinear", CAPS, _linear),
         _provider("grouped", "gemm.grouped", "grouped:GroupedLinear", CAPS, _linear),
     ]
+
+
+@hookimpl
+def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
+    if device.backend != BACKEND:
+        return []
+    target = "attention_inputs:AttentionInputs"
+    caps = KV_CAPS | TRANSPOSED_CAPS
+    return [_provider("attention_inputs", "fused.attention_inputs", target, caps, _write_kv)]
 
 
 @hookimpl

@@ -21,6 +21,8 @@ from .transposed_plan import Bucket, make_buckets
 
 Array = np.ndarray[Any, Any]
 
+LAYOUT = "transposed_keys"
+
 
 class WriteKV:
     """Scatters new keys and values into their places."""

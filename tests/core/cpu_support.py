@@ -14,6 +14,7 @@ from deepinfer_core.cpu import plugin
 HOST = attrs.evolve(reference_support.DEVICE, backend="cpu")
 HOOKS = (
     plugin.deepinfer_attention,
+    plugin.deepinfer_fused,
     plugin.deepinfer_gemm,
     plugin.deepinfer_kv_layout,
     plugin.deepinfer_pointwise,
