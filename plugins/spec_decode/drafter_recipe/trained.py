@@ -1,0 +1,172 @@
+"""One module in training, and the draws that all modules of a run share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepinfer_demo_v4.recipe.layers import Weights
+from deepinfer_demo_v4.recipe.optimiser import Optimiser
+from deepinfer_demo_v4.recipe.rotary import Angles, angles
+from deepinfer_demo_v4.recipe.shape import Shape
+
+from .losses import markov_loss, plain_loss, position_weights
+from .modules import PROGRAMS, Blocks, Kind, block_rows, initial, mtp_rows, stage_prefix
+from .target_text import Text
+
+LOSSES: Mapping[str, Callable[..., Any]] = {"markov": markov_loss, "plain": plain_loss}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sequences of a step and the anchors in them."""
+
+    text: Text
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Data:
+    """Texts, the target's ends, and how much of them a step takes."""
+
+    train: Text
+    held: Text
+    embedding: torch.Tensor
+    head: torch.Tensor
+    table: Angles
+    first: int
+    gamma: int
+    batch: int
+    anchors: int
+
+    @classmethod
+    def of(cls, train: Text, held: Text, target: Weights, shape: Shape, o: argparse.Namespace) -> Data:
+        table = angles(shape, "window", o.length + o.gamma, train.ids.device)
+        ends = target["embed.weight"], target["head.weight"]
+        return cls(train, held, *ends, table, 32, o.gamma, o.batch, o.anchors)
+
+    def draw(self, generator: torch.Generator) -> Draw:
+        device, length = self.train.ids.device, self.train.ids.shape[1]
+        chosen = torch.randint(len(self.train.ids), (self.batch,), generator=generator, device=device)
+        rows = torch.arange(self.batch, device=device).repeat_interleave(self.anchors)
+        # The target was not asked about the last position.
+        last = length - 1 - self.gamma
+        anchors = torch.randint(self.first, last + 1, (len(rows),), generator=generator, device=device)
+        return Draw(self.train.rows(chosen), Blocks(rows, anchors))
+
+
+@dataclass
+class Trained:
+    """A module and its optimiser."""
+
+    kind: Kind
+    learned: Weights
+    data: Data
+    shape: Shape
+    run: Mapping[str, Callable[..., Any]]
+    optimiser: Optimiser
+
+    def loss(self, drawn: Draw) -> torch.Tensor:
+        """Of one step."""
+        return self.judged(drawn, self.run)[0]
+
+    def judged(self, drawn: Draw, run: Mapping[str, Callable[..., Any]]) -> tuple[torch.Tensor, ...]:
+        """What the loss function gives: loss, overlap, hits, and the confidence's logits where there are any."""
+        if self.kind.family == "mtp":
+            return self._next_tokens(drawn, run)
+        data, text, at, gamma = self.data, drawn.text, drawn.blocks, self.data.gamma
+        newest = text.ids[at.rows, at.anchors]
+        y = block_rows(
+            self.kind, self.learned, data.embedding, newest, text.features, at, gamma, self.shape, data.table, run
+        )
+        places = at.anchors[:, None] + torch.arange(gamma, device=y.device)
+        rows = at.rows[:, None]
+        last = stage_prefix(self.kind.stages - 1)
+        w = self.learned
+        common = (
+            y,
+            w[last + "norm.weight"],
+            data.head,
+            text.hidden[rows, places],
+            text.ids[rows, places + 1],
+            text.temperature[at.rows],
+            position_weights(gamma, y.device),
+            self.shape.eps,
+        )
+        if not self.kind.rank:
+            return run["plain"](*common)  # type: ignore[no-any-return]
+        heads = (
+            w[last + "markov_head.markov_w1.weight"],
+            w[last + "markov_head.markov_w2.weight"],
+            w[last + "confidence_head.proj.weight"],
+        )
+        return run["markov"](*common, text.ids[rows, places], *heads)  # type: ignore[no-any-return]
+
+    def _next_tokens(self, drawn: Draw, run: Mapping[str, Callable[..., Any]]) -> tuple[torch.Tensor, ...]:
+        data, length, first = self.data, drawn.text.ids.shape[1] - 2, self.data.first
+        # As many predicted tokens as the blocks have.
+        count = max(1, round(len(drawn.blocks.anchors) * data.gamma / (length - first)))
+        text = drawn.text.rows(slice(count))
+        y = mtp_rows(self.learned, data.embedding, text.ids[:, 1:-1], text.streams[:, :-2], self.shape, data.table, run)
+        return run["plain"](  # type: ignore[no-any-return]
+            y[:, first:],
+            self.learned[stage_prefix(0) + "norm.weight"],
+            data.head,
+            text.hidden[:, 1 + first : -1],
+            text.ids[:, 2 + first :],
+            text.temperature,
+            torch.ones((), device=y.device),
+            self.shape.eps,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Chance of acceptance by position on text from held-out prompts, and tokens a round, at each temperature."""
+        held, device = self.data.held, self.data.held.ids.device
+        last = held.ids.shape[1] - 1 - self.data.gamma
+        overlaps, hits, said, temperature = [], [], [], []
+        for part in range(0, len(held.ids), self.data.batch):
+            text = held.rows(slice(part, part + self.data.batch))
+            rows = torch.arange(len(text.ids), device=device).repeat_interleave(self.data.anchors)
+            places = torch.linspace(2 * self.data.first, last, self.data.anchors, device=device).long()
+            found = self.judged(Draw(text, Blocks(rows, places.repeat(len(text.ids)))), {**PROGRAMS, **LOSSES})
+            overlaps.append(found[1])
+            hits.append(found[2])
+            said += [f.sigmoid() for f in found[3:]]
+            which = text.temperature[: len(found[1])] if self.kind.family == "mtp" else text.temperature[rows]
+            temperature.append(which)
+        overlap, hit, at = torch.cat(overlaps).clamp(0, 1), torch.cat(hits).float(), torch.cat(temperature)
+        result: dict[str, Any] = {}
+        for name, chance, mask in (("sampled", overlap, at == 1), ("greedy", hit, at == 0)):
+            chance = chance[mask]
+            if self.kind.family == "mtp":
+                chance = chance.reshape(-1, 1)
+            result[name] = {
+                "acceptance": [round(float(c), 4) for c in chance.mean(0)],
+                "tokens_a_round": round(1 + float(chance.cumprod(1).sum(1).mean()), 4),
+            }
+            if said:
+                result[name]["confidence"] = [round(float(c), 4) for c in torch.cat(said)[mask].mean(0)]
+        return result
+
+
+def leaves(weights: Weights, device: torch.device) -> Weights:
+    """On the device; all but the routers' biases learn."""
+    return {
+        name: tensor.to(device, torch.float32).clone().requires_grad_(not name.endswith("gate.bias"))
+        for name, tensor in weights.items()
+    }
+
+
+def start(
+    kind: Kind, target: Weights, data: Data, shape: Shape, run: Mapping[str, Callable[..., Any]], o: argparse.Namespace
+) -> Trained:
+    """A module before its first step."""
+    taps = tuple(map(int, o.taps.split(",")))
+    first = initial(kind, {n: t.cpu() for n, t in target.items()}, shape, taps, o.seed)
+    learned = leaves(first, data.train.ids.device)
+    optimiser = Optimiser(learned, shape.o_groups, o.matrix_rate, o.rate)
+    return Trained(kind, learned, data, replace(shape, sinkhorn=o.sinkhorn), run, optimiser)
