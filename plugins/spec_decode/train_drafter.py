@@ -5,7 +5,7 @@
     python plugins/spec_decode/train_drafter.py --prompts prompts.npz --out DIR --until 450
 
 The target continues the prompts, half at temperature 1, a quarter at 0.5 and a quarter greedily, and is frozen. Then
-all modules are trained together: in each step every one of them gets as many rows of the same text, so their budgets are
+all modules are trained together: in each step each gets as many rows of the same text, so that their budgets are
 equal. The rate falls with the time that is left.
 
 * ``dspark``: Markov head, confidence head (arXiv:2607.05147); ``dspark-2`` with two stages;
@@ -73,6 +73,9 @@ def texts(o: argparse.Namespace, target: dict[str, torch.Tensor], shape: Shape, 
     taps, device = tuple(map(int, o.taps.split(","))), torch.device(o.device)
     found = {}
 
+    def eager(function: Any) -> Any:
+        return function
+
     def compiled(function: Any) -> Any:
         return function if o.compile == "no" else torch.compile(function, backend=o.compile, dynamic=False)
 
@@ -82,10 +85,12 @@ def texts(o: argparse.Namespace, target: dict[str, torch.Tensor], shape: Shape, 
             parts = rows.split(o.part)
             text = None
             for i, part in enumerate(parts):
-                written = write_text(target, part, o.length, taps, shape, dtype, o.seed + i, compiled)
+                run = compiled if name == "train" else eager  # the other set is not worth the compiler's time
+                written = write_text(target, part, o.length, taps, shape, dtype, o.seed + i, run)
                 if text is None:
                     text = Text.room(written, len(rows))
                 text.put(written, i * o.part)
+                del written
                 say(f"{name}: {i + 1} of {len(parts)} parts of {len(part)} sequences")
             assert text is not None
             found[name] = text

@@ -36,7 +36,9 @@ def write(module: Trained, config: Mapping[str, Any], taps: list[int], out: Path
     (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def export(modules: Mapping[str, Trained], config: Mapping[str, Any], step: int, o: argparse.Namespace) -> dict[str, Any]:
+def export(
+    modules: Mapping[str, Trained], config: Mapping[str, Any], step: int, o: argparse.Namespace
+) -> dict[str, Any]:
     """Write all, evaluate all; what was found."""
     taps = list(map(int, o.taps.split(",")))
     for name, module in modules.items():

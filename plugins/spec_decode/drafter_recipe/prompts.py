@@ -33,7 +33,9 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="an .npz with 'train' and 'held_out', [N, length] uint16")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="an .npz with 'train' and 'held_out', [N, length] uint16"
+    )
     parser.add_argument("--count", type=int, default=49152)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--length", type=int, default=64, help="tokens of a prompt")

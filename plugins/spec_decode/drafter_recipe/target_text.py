@@ -129,14 +129,18 @@ def write_text(
         ValueError: the sequences are so long that the indexer would choose.
     """
     if length // shape.csa_rate > shape.index_top_k:
-        raise ValueError(f"length {length}: the indexer takes {shape.index_top_k} of {length // shape.csa_rate} entries")
+        raise ValueError(
+            f"length {length}: the indexer takes {shape.index_top_k} of {length // shape.csa_rate} entries"
+        )
     device, count = prompts.device, len(prompts)
     generator = torch.Generator(device).manual_seed(seed)
     temperature = temperatures(count, device)
     tables = {kind: angles(shape, kind, length, device) for kind in dict.fromkeys(shape.kinds)}
     layers = [layer_weights(w, i) for i in range(len(shape.kinds))]
     # Layers of different kinds show a compiled program the same names.
-    before, after = ([_of(layer, names) for layer in layers] for names in (("hc_attn_", "attn_norm"), ("hc_ffn_", "ffn")))
+    before, after = (
+        [_of(layer, names) for layer in layers] for names in (("hc_attn_", "attn_norm"), ("hc_ffn_", "ffn"))
+    )
     ends = _of(w, ("hc_head_", "norm"))
     caches = [LayerCache(kind, count, length, shape, dtype, device) for kind in shape.kinds]
     ids = torch.zeros(count, length, dtype=torch.int64, device=device)

@@ -111,7 +111,9 @@ class Trained:
         count = max(1, round(len(drawn.blocks.anchors) * data.gamma / (length - first)))
         text = drawn.text.rows(slice(count))
         y = mtp_rows(self.learned, data.embedding, text.ids[:, 1:-1], text.streams[:, :-2], self.shape, data.table, run)
-        return run["plain"](  # type: ignore[no-any-return]
+        return run[
+            "plain"
+        ](  # type: ignore[no-any-return]
             y[:, first:],
             self.learned[stage_prefix(0) + "norm.weight"],
             data.head,
