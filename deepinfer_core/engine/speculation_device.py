@@ -127,6 +127,7 @@ class DraftRuntime:
         self._schedule = schedule
         self._behind = np.zeros(slots, np.int64)
         self._pending: _Pending | None = None
+        self._nobody = device.upload(np.zeros(0, np.int64))
         self._generator = torch.Generator(device.torch_device)
         self._generator.seed()
 
@@ -144,6 +145,8 @@ class DraftRuntime:
         """The plan with its true starts, and with the drafts that are verified."""
         turn = plan.turn
         assert turn is not None
+        if self._pending is None and not turn.caps.any() and not turn.floating.any():
+            return plan  # nothing is offered: the plan is true as it is
         starts = plan.starts - np.where(turn.floating, self._behind[plan.slots], 0)
         taken, drafts, confidence = np.zeros_like(turn.caps), {}, {}
         pending = self._pending
@@ -222,8 +225,12 @@ class DraftRuntime:
         chosen = np.nonzero(wanted)[0] if turn.propose else np.zeros(0, np.int64)
         anchors = (plan.starts + advance)[chosen]
         row_starts = np.cumsum(plan.counts) - plan.counts
-        state, slots = self._state, upload(plan.slots[chosen])
-        device_anchors = upload(anchors)
+        state = self._state
+        slots, device_anchors, last_rows = (
+            (upload(plan.slots[chosen]), upload(anchors), upload((row_starts + advance - 1)[chosen]))
+            if len(chosen)
+            else (self._nobody,) * 3
+        )
         rejects = upload(turn.rejects[chosen]) if turn.rejects is not None and turn.rejects[chosen].any() else None
         tables = {engine: ran.inputs.tables[engine][chosen] for engine, _ in self._caches.values()}
 
@@ -251,7 +258,7 @@ class DraftRuntime:
             rows=rows,
             next_tokens=next_tokens,
             taps=ran.taps,
-            last_rows=upload((row_starts + advance - 1)[chosen]),
+            last_rows=last_rows,
             block=block,
             choose=choose,
         )

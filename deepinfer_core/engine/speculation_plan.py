@@ -118,15 +118,15 @@ class DraftPlanner:
 
     def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
         """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""
-        drafts = samples > 0
-        room = drafts & (tops + self.reserve <= self.max_model_len)
-        if self.reserve:
+        room = (samples > 0) & (tops + self.reserve <= self.max_model_len)
+        propose = bool(room.any()) and (self.schedule is None or self.schedule.drafts(int(room.sum())))
+        if propose and self.reserve:
             for i in np.nonzero(room)[0].tolist():
                 slot, wanted = int(slots[i]), int(tops[i]) + self.reserve
                 room[i] = self.cache.can_grow(slot, wanted)
                 if room[i]:
                     self.cache.grow(slot, wanted)
-        propose = bool(room.any()) and (self.schedule is None or self.schedule.drafts(int(room.sum())))
+            propose = bool(room.any())
         self._offered[:] = False
         if propose:
             self._offered[slots[room]] = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from deepinfer_spec_decode import cost_cache
+from deepinfer_spec_decode.budget import gain
 from deepinfer_spec_decode.cost_table import StepCosts, measure_table
-from deepinfer_spec_decode.schedule import PATIENCE, ConfidenceSchedule
+from deepinfer_spec_decode.schedule import PROBED, REMEMBERED, ConfidenceSchedule
 from deepinfer_spec_decode.settings import Settings
 
 from deepinfer_core.api import VerifyCost
@@ -67,6 +69,15 @@ def test_drafting_costs_what_it_cost_last() -> None:
     assert costs.drafting(4) == 0.2
 
 
+def test_drafting_for_other_numbers_scales_as_steps_do() -> None:
+    costs = StepCosts([(1, 1.0), (4, 2.0), (16, 8.0)])
+    costs.observe(cost(4, 2.0, 0.5, 4))
+    costs.observe(cost(1, 1.0, 0.3, 1))
+    assert costs.drafting(5) == pytest.approx(0.5 * 2.5 / 2.0)
+    assert costs.drafting(16) == pytest.approx(0.5 * 8.0 / 2.0)
+    assert costs.drafting(1) == 0.3
+
+
 KEY = {"model": "a", "device": "b"}
 
 
@@ -108,42 +119,88 @@ def test_the_schedule_measures_once(tmp_path: Path) -> None:
     assert json.loads(next(tmp_path.glob("step_costs_*")).read_text())["key"] == KEY
 
 
-def schedule(probe_steps: int = 8) -> ConfidenceSchedule:
-    """One more row costs as much as the first: drafts never pay."""
+def schedule(milliseconds: Callable[[int], float], probe_steps: int = 8) -> ConfidenceSchedule:
     made = ConfidenceSchedule(Settings(cost_cache="off", probe_steps=probe_steps))
-    made.start(lambda rows: float(rows), [1, 2, 4, 8], KEY)
+    made.start(lambda rows: milliseconds(rows) / 1000, [1, 2, 4, 8, 16, 32, 64], KEY)
     return made
 
 
-def test_drafting_stops_while_it_does_not_pay_and_is_tried_again() -> None:
-    made, drafted = schedule(), []
-    offered = False
-    for _ in range(60):
-        if offered:
-            assert made.budget(np.full((4, 3), 0.9), np.full(4, 3), 4, delayed=True) == 0
-        offered = made.drafts(4)
-        drafted.append(offered)
-    assert drafted[:PATIENCE] == [True] * PATIENCE
-    runs = "".join("x" if d else "." for d in drafted).strip(".").split(".")
-    probes = [len(run) for run in runs if run]
-    assert len(probes) > 2
-    assert all(probe <= PATIENCE + 1 for probe in probes)
-    assert drafted.count(False) > 0.5 * len(drafted)
+def run(made: ConfidenceSchedule, requests: int, chance: float, steps: int, drafting: float = 0.1) -> str:
+    """Which of the steps drafted: ``x`` or ``.``; drafts are ready one step later."""
+    drafted = ""
+    for _ in range(steps):
+        if drafted.endswith("x"):
+            survival = np.cumprod(np.full((requests, 3), chance), axis=1)
+            made.budget(survival, np.full(requests, 3), requests, delayed=True)
+        drafted += "x" if made.drafts(requests) else "."
+        seconds = float(made.costs.measured(np.array([requests]))[0])
+        made.observe(cost(requests, seconds, drafting / 1000, requests if drafted[-1] == "x" else 0))
+    return drafted
 
 
-def test_fewer_requests_are_a_new_question() -> None:
-    made = schedule(probe_steps=1000)
-    for _ in range(PATIENCE):
-        made.drafts(16)
-        made.budget(np.full((16, 3), 0.9), np.full(16, 3), 16, delayed=True)
-    assert not made.drafts(16)
+@pytest.mark.parametrize("requests", [1, 2, 4, 64])
+def test_drafting_stops_at_once_and_is_probed(requests: int) -> None:
+    """One more row costs as much as the first: drafts never pay."""
+    drafted = run(schedule(float), requests, 0.9, 300)
+    assert drafted.startswith("x.")
+    probes = [len(part) for part in drafted[1:].split(".") if part]
+    assert probes
+    assert set(probes) == {-(-PROBED // requests)}
+    assert drafted.count("x") < 0.15 * len(drafted)
+
+
+def test_probes_take_a_bounded_share_of_the_time() -> None:
+    """Drafting as long as a step: the pause is as long as its share asks, whatever ``probe_steps`` says."""
+    drafted = run(schedule(float, probe_steps=1), 4, 0.5, 1000, drafting=4.0)
+    assert 1 < drafted.count("x") <= 1 + 0.005 * len(drafted)
+
+
+def test_what_pays_again_is_found_by_probes() -> None:
+    made = schedule(lambda rows: 1 + 0.2 * rows)
+    assert run(made, 1, 0.1, 200)[-8:].count("x") <= PROBED
+    assert run(made, 1, 0.99, 30 * REMEMBERED).endswith("x" * REMEMBERED)
+
+
+def test_fewer_requests_are_another_question() -> None:
+    """Steps of up to 8 rows cost the same: 16 requests do not pay, 2 do, with what is known already."""
+    made = schedule(lambda rows: float(max(rows, 8)), probe_steps=1000)
+    assert run(made, 16, 0.9, 20) == "x" + "." * 19
     assert not made.drafts(15)
     assert made.drafts(2)
 
 
 def test_drafts_that_pay_are_verified() -> None:
-    made = ConfidenceSchedule(Settings(cost_cache="off"))
-    made.start(lambda rows: 1.0 + 0.01 * rows, [1, 2, 4, 8], KEY)
+    made = schedule(lambda rows: 1.0 + 0.01 * rows)
     for _ in range(20):
         assert made.drafts(1)
         assert made.budget(np.array([[0.9, 0.8, 0.005]]), np.array([3]), 1, delayed=False) == 2
+
+
+def test_drafts_nobody_knows_yet_teach_nothing() -> None:
+    """A request that has just come counts as certain; a short draft says little of a whole one."""
+    made = schedule(float)
+    made.budget(np.ones((2, 3)), np.full(2, 3), 2, delayed=True)
+    made.budget(np.full((2, 3), 0.1), np.array([1, 2]), 2, delayed=True)
+    assert made.drafts(2)
+    made.budget(np.full((2, 3), 0.1), np.array([3, 2]), 2, delayed=True)
+    assert not made.drafts(2)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 5, 8])
+def test_the_gain_by_hand(requests: int) -> None:
+    """Groups of as many requests as there are, each with its best number of drafts, against steps without."""
+    rng = np.random.default_rng()
+    seen = np.cumprod(rng.random((5, 3)), axis=1)
+    seconds = np.concatenate([[0.0], np.cumsum(rng.random(8 * 5 * 4) + 0.1)])
+    drafting = float(rng.random())
+    groups = -(-len(seen) // requests)
+    rows = [seen[i % len(seen)] for i in range(groups * requests)]
+    tokens = spent = 0.0
+    for group in range(groups):
+        best = sorted(np.concatenate(rows[group * requests : (group + 1) * requests]), reverse=True)
+        choices = [(requests + sum(best[:k]), seconds[requests + k]) for k in range(len(best) + 1)]
+        chosen = max(choices, key=lambda choice: choice[0] / choice[1])
+        tokens += chosen[0]
+        spent += chosen[1] + drafting
+    expected = (tokens / spent) / (requests / seconds[requests])
+    assert gain(seen, requests, lambda rows: seconds[rows], drafting) == pytest.approx(expected)

@@ -64,6 +64,29 @@ class DeepseekV4MTP:
     def plan(self, batch: ModelBatch) -> dict[str, Any]:
         return attention_plans(self.ops, ("window",), batch, DRAFT)
 
+    def plan_context(self, batch: ModelBatch) -> dict[str, Any]:
+        """What :meth:`inject` needs of a step: it attends to nothing."""
+        return {"rope_window": self.ops.rope_window.plan(batch.positions)}
+
+    def inject(self, streams: torch.Tensor, batch: ModelBatch, plan: dict[str, Any]) -> None:
+        """Keep what later rows attend to: the keys of a single layer depend on no attention.
+
+        Arguments as of :meth:`forward`.
+        """
+        ops, block, q_rank = self.ops, self.block, self.config.q_rank
+        x, _ = ops.hyper.mix(self._joined(batch, streams), block.attention_mixing)
+        kv = ops.qkv_a.run(ops.norm.run(x, block.attention_norm), block.attention.qkv_a)[:, q_rank:]
+        block.attention.write(kv, batch, ops.rope_window, plan["rope_window"], ops.attention_window)
+
+    def _joined(self, batch: ModelBatch, streams: torch.Tensor) -> torch.Tensor:
+        """The layer's input: ``[T, M, hidden]``."""
+        ops, parts = self.ops, self.parts
+        token = ops.norm.run(ops.embedding.run(batch.token_ids, self.ends.embedding), parts["enorm"])
+        token = ops.e_proj.run(token, parts["e_proj"])
+        rows = ops.h_proj.run(ops.norm.run(streams, parts["hnorm"]).flatten(0, 1), parts["h_proj"])
+        joined: torch.Tensor = rows.view(streams.shape) + token[:, None]
+        return joined
+
     def forward(
         self, batch: ModelBatch, plan: dict[str, Any], streams: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,11 +100,8 @@ class DeepseekV4MTP:
         Returns:
             ``[T, hidden]`` for :meth:`logits`, which then speaks of token t + 2; and the module's own streams.
         """
-        ops, parts = self.ops, self.parts
-        token = ops.norm.run(ops.embedding.run(batch.token_ids, self.ends.embedding), parts["enorm"])
-        token = ops.e_proj.run(token, parts["e_proj"])
-        rows = ops.h_proj.run(ops.norm.run(streams, parts["hnorm"]).flatten(0, 1), parts["h_proj"])
-        h = self.block.run(rows.view(streams.shape) + token[:, None], batch, plan)
+        ops = self.ops
+        h = self.block.run(self._joined(batch, streams), batch, plan)
         return ops.norm.run(ops.hyper_head.run(h, self.ends.hyper_head), self.ends.norm), h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

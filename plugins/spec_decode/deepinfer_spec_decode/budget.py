@@ -62,3 +62,21 @@ def allocate(survival: Array, caps: Array, total: int) -> Array:
     taken = order[: min(total, int(allowed.sum()))]
     counts: Array = np.bincount(taken // max(width, 1), minlength=len(chances)).astype(np.int64)
     return counts
+
+
+def gain(seen: Array, requests: int, cost: Cost, drafting: float) -> float:
+    """Tokens a second with drafts over those without, were ``requests`` to be drafted for in every step.
+
+    Args:
+        seen: ``[N, n]`` survival of drafts made lately, by request. Requests to come are taken to be like these.
+        drafting: seconds of drafting for so many requests.
+    """
+    n = seen.shape[1]
+    repeated = np.resize(np.arange(len(seen)), -(-len(seen) // requests) * requests)
+    chances = -np.sort(-seen[repeated].reshape(-1, requests * n), axis=1)
+    expected = requests + np.pad(np.cumsum(chances, axis=1), ((0, 0), (1, 0)))
+    seconds = cost(requests + np.arange(requests * n + 1))
+    best = (expected / seconds).argmax(axis=1)
+    tokens = float(np.take_along_axis(expected, best[:, None], 1).sum())
+    spent = float(seconds[best].sum()) + len(best) * drafting
+    return tokens / spent * float(seconds[0]) / requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ class StepCosts:
 
     Between measured sizes the cost is interpolated, beyond them it goes on as between the last two. It never falls
     with more rows: a size that took longer than a larger one was disturbed, and costs at most what that one does.
+    ``version`` counts what was learned.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
@@ -62,8 +64,8 @@ class StepCosts:
         self.seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         self._residuals: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._drafts: dict[int, deque[float]] = {}
-        self._all_drafts: deque[float] = deque(maxlen=DRAFT_SAMPLES)
         self._slope = 0.0
+        self.version = 0
 
     def __call__(self, rows: Array) -> Array:
         """``[m]`` rows -> ``[m]`` seconds, corrected."""
@@ -81,10 +83,17 @@ class StepCosts:
         return cost
 
     def drafting(self, requests: int) -> float:
-        """Seconds of drafting for so many requests: the median of the last times, 0 before any."""
-        own = self._drafts.get(requests, ())
-        samples = own if len(own) >= 5 else self._all_drafts
-        return median(samples) if samples else 0.0
+        """Seconds of drafting for so many requests: the median of the last times, 0 before any.
+
+        Where there are none for just so many, those of the nearest number, scaled as the target's own steps scale.
+        """
+        if requests in self._drafts:
+            return median(self._drafts[requests])
+        if not self._drafts:
+            return 0.0
+        nearest = min(self._drafts, key=lambda known: abs(math.log(known / requests)))
+        known, wanted = self(np.array([nearest, requests]))
+        return float(median(self._drafts[nearest]) * wanted / known)
 
     @property
     def slope(self) -> float:
@@ -95,13 +104,14 @@ class StepCosts:
         """Learn from a step. Steps with prompt rows tell nothing about rows that decode."""
         if cost.drafted:
             self._drafts.setdefault(cost.drafted, deque(maxlen=DRAFT_SAMPLES)).append(cost.draft_seconds)
-            self._all_drafts.append(cost.draft_seconds)
+            self.version += 1
         if not cost.decode or cost.rows == 0:
             return
         plain = float(self.measured(np.array([cost.rows]))[0])
         self._residuals.append((cost.rows, (cost.target_seconds - plain) / cost.rows))
         if len(self._residuals) % MIN_SAMPLES == 0:
             self._slope = self._median_of_medians()
+            self.version += 1
 
     def _median_of_medians(self) -> float:
         by_rows: dict[int, list[float]] = {}

@@ -12,17 +12,20 @@ from .calibration import temper, temperatures_for
 from .rates import AcceptanceRates
 from .records import Recorder
 from .settings import Settings
+from .waiting import WaitingRows
 
 
 class BlockDrafter:
     """Injects what the target's layers say into the module's caches, then drafts from there.
 
-    A module without a confidence head has as confidence how often its drafts were accepted.
+    A module without a confidence head has as confidence how often its drafts were accepted. While nobody drafts, rows
+    wait and are injected together.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._recorder = Recorder(settings.record_file)
+        self._waiting = WaitingRows()
 
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
@@ -31,7 +34,12 @@ class BlockDrafter:
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
-        self._module.inject(step.taps, step.rows, self._module.plan_context(step.rows))
+        self._waiting.add(step.rows, step.taps)
+        if len(step.slots) or self._waiting.full:
+            taken = self._waiting.take()
+            if taken is not None:
+                rows, taps = taken
+                self._module.inject(taps, rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:
         newest = step.state.history[step.slots, step.anchors].to(torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import torch
 
 from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
 
@@ -12,6 +13,7 @@ from .calibration import temperatures_for
 from .records import Recorder
 from .settings import Settings
 from .spoken import SpokenDrafts
+from .waiting import WaitingRows
 
 
 class MTPDrafter:
@@ -19,11 +21,15 @@ class MTPDrafter:
 
     Its cached row at t therefore knows one token more than the block it lies in: after a prefix hit the last row may
     belong to another continuation. That costs a draft now and then, never a token.
+
+    What the rows before the last say is not asked for: of them only the keys are made, of many together while nobody
+    drafts.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._recorder = Recorder(settings.record_file)
+        self._waiting = WaitingRows()
 
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
@@ -31,16 +37,20 @@ class MTPDrafter:
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
-        rows = attrs.evolve(step.rows, token_ids=step.next_tokens())
-        hidden, streams = self._module.forward(rows, self._module.plan(rows), step.taps[0])
-        self._last = hidden[step.last_rows], streams[step.last_rows]
+        self._waiting.add(attrs.evolve(step.rows, token_ids=step.next_tokens()), step.taps)
+        if len(step.slots) or self._waiting.full:
+            taken = self._waiting.take()
+            if taken is not None:
+                rows, taps = taken
+                self._module.inject(taps[0], rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:
-        hidden, streams = self._last
         drafts = SpokenDrafts(step)
-        tokens = drafts.draw(self._module.logits(hidden))
-        for j in range(step.depth - 1):
-            batch = step.block(tokens.clamp(min=0)[:, None], j)
+        tokens = step.state.history[step.slots, step.anchors].to(torch.int64)
+        streams = step.taps[0][step.last_rows]
+        for j in range(step.depth):
+            # Row 0 is the one before the newest token, whose keys are there: they are written again.
+            batch = step.block(tokens.clamp(min=0)[:, None], j - 1)
             hidden, streams = self._module.forward(batch, self._module.plan(batch), streams)
             tokens = drafts.draw(self._module.logits(hidden))
         return drafts.proposal(self._temperatures)

@@ -1,7 +1,9 @@
-"""Confidence-scheduled verification: verify what pays, stop drafting while nothing does."""
+"""Confidence-scheduled verification: verify what pays, draft only while that can be expected to."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from deepinfer_core.api import VerifyCost
 
-from .budget import allocate, early_stop_budget, global_budget, throughput
+from .budget import allocate, early_stop_budget, gain, global_budget, usable
 from .cost_cache import cache_directory, file_name, load, save
 from .cost_table import StepCosts, measure_table
 from .settings import Settings
@@ -17,22 +19,36 @@ from .settings import Settings
 Array = np.ndarray[Any, Any]
 
 SECONDS_TO_MEASURE = 4.0
-PATIENCE = 4
-"""Decisions in a row against drafting before it stops, and decisions a probe is given."""
 
-FEWER = 0.75
-"""Drafting is tried again at once when so small a share of the requests is left."""
+REMEMBERED = 16
+"""Drafts that are remembered at least: what is expected of the next ones."""
+
+PROBED = 4
+"""Drafts of a probe, in as many steps as that takes."""
+
+PROBE_SHARE = 0.005
+"""Of the time, at most, is spent on probes."""
 
 
 class ConfidenceSchedule:
-    """The :class:`DraftSchedule` of every drafter here."""
+    """The :class:`DraftSchedule` of every drafter here.
+
+    Whether to draft at all is asked of what was drafted lately: the survival of those drafts, for as many requests as
+    there are now, against the cost of verifying and of drafting. While that does not pay, a probe now and then finds
+    out whether the text has become easier.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.costs = StepCosts([(1, 1.0)])
-        self._misses = 0
-        self._off = 0
-        self._stopped_at = 0
+        self._idle = 0
+        self._probe = 0
+        self._learned = 0
+        self._seen: deque[Array] = deque()
+        self._costs_began(StepCosts([(1, 1.0)]))
+
+    def _costs_began(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self._answer: tuple[tuple[int, int, int], bool] | None = None
 
     def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
         directory = cache_directory(self._settings.cost_cache)
@@ -44,31 +60,25 @@ class ConfidenceSchedule:
             source = f"measured now, {len(table)} step sizes up to {table[-1][0]} rows"
             if path is not None:
                 save(path, key, table)
-        self.costs = StepCosts(table)
+        self._costs_began(StepCosts(table))
         return source
 
     def budget(self, survival: Array, caps: Array, rows: int, *, delayed: bool) -> int:
-        drafting = self.costs.drafting(rows)
-        rates = throughput(survival, caps, rows, lambda count: self.costs(count) + drafting)
-        without = rows / float(self.costs(np.array([rows]))[0])
-        if float(rates.max()) > without:
-            self._misses = 0
-        else:
-            self._misses += 1
-            if self._misses >= PATIENCE:
-                self._off, self._stopped_at = self._settings.probe_steps, rows
+        self._learn(survival, caps)
         # What the drafts cost is spent; they are verified if that alone pays.
         search = global_budget if delayed else early_stop_budget
         return search(survival, caps, rows, self.costs)
 
     def drafts(self, requests: int) -> bool:
-        if self._off and requests < FEWER * self._stopped_at:
-            self._off = self._misses = 0
-        if self._off:
-            self._off -= 1
-            if self._off == 0:
-                self._misses = 0  # a probe: so many more decisions
-            return False
+        if self._pays(requests):
+            self._idle = self._probe = 0
+            return True
+        if self._probe == 0:
+            self._idle += 1
+            if self._idle < self._pause(requests):
+                return False
+            self._idle, self._probe = 0, -(-PROBED // requests)
+        self._probe -= 1
         return True
 
     def allocate(self, survival: Array, caps: Array, total: int) -> Array:
@@ -76,3 +86,29 @@ class ConfidenceSchedule:
 
     def observe(self, cost: VerifyCost) -> None:
         self.costs.observe(cost)
+
+    def _learn(self, survival: Array, caps: Array) -> None:
+        """Remember drafts of full length; those that count as certain are not known yet."""
+        whole = (np.asarray(caps) == survival.shape[1]) & ~(survival == 1.0).all(1)
+        if not whole.any():
+            return
+        self._seen.append(usable(survival[whole], np.asarray(caps)[whole]))
+        while sum(map(len, self._seen)) - len(self._seen[0]) >= REMEMBERED:
+            self._seen.popleft()
+        self._learned += 1
+
+    def _pays(self, requests: int) -> bool:
+        """Whether drafting is expected to; it is before anything is known."""
+        if not self._seen:
+            return True
+        asked = (requests, self._learned, self.costs.version)
+        if self._answer is None or self._answer[0] != asked:
+            drafting = self.costs.drafting(requests)
+            self._answer = asked, gain(np.concatenate(self._seen), requests, self.costs, drafting) > 1.0
+        return self._answer[1]
+
+    def _pause(self, requests: int) -> int:
+        """Steps before a probe."""
+        step = float(self.costs(np.array([requests]))[0])
+        cost = self.costs.drafting(requests) * -(-PROBED // requests)
+        return max(self._settings.probe_steps, math.ceil(cost / (PROBE_SHARE * max(step, 1e-9))))
