@@ -60,6 +60,28 @@ def test_longer_contexts_are_learned() -> None:
     assert costs.slope == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("factor", "slope"), [(1.7, 0.0), (1.0, 0.2), (2.0, 0.1), (0.8, 0.0)])
+def test_a_slower_machine_is_told_from_longer_contexts(factor: float, slope: float) -> None:
+    costs = StepCosts([(1, 1.0), (8, 1.5), (64, 4.0)])
+    rng = np.random.default_rng()
+    for _ in range(300):
+        rows = int(rng.choice([1, 3, 6, 20]))
+        true = factor * float(costs.measured(np.array([rows]))[0]) + slope * rows
+        costs.observe(cost(rows, true * rng.choice([0.99, 1.0, 1.01, 5.0], p=[0.25, 0.4, 0.25, 0.1])))
+    for rows in (2, 40):
+        true = factor * float(costs.measured(np.array([rows]))[0]) + slope * rows
+        assert at(costs, rows) == pytest.approx([true], rel=0.03)
+
+
+def test_more_rows_are_never_credited() -> None:
+    """Larger steps that were quicker than measured show noise, not rows that cost less than nothing."""
+    costs = StepCosts([(1, 1.0), (4, 2.0)])
+    for _ in range(20):
+        costs.observe(cost(1, 2.0))
+        costs.observe(cost(4, 1.9))
+    assert at(costs, 4)[0] > at(costs, 1)[0]
+
+
 def test_drafting_costs_what_it_cost_last() -> None:
     costs = StepCosts([(1, 1.0)])
     assert costs.drafting(3) == 0.0

@@ -12,11 +12,11 @@ import numpy as np
 
 from deepinfer_core.api import CommandHost, ConfigError
 
-from .calibration import FILE_NAME
+from .calibration import FILE_NAME, GREEDY
 from .needs import drafter_path
-from .sts import Records, fit
+from .sts import PLAIN, Records, Scaling, fit
 
-RULES = ("exact", "rejection")
+RULES = ("exact", "rejection", GREEDY)
 
 
 @click.command(name="calibrate-drafter")
@@ -28,11 +28,17 @@ RULES = ("exact", "rejection")
     "file",
     required=True,
     type=click.Path(exists=True, dir_okay=False),
-    help="Held-out prompts, one a line.",
+    help="Held-out prompts, one a line; in a file called *.jsonl each line is a JSON string.",
 )
 @click.option("--draft-tokens", default=5, show_default=True, help="Drafts verified at once.")
 @click.option("--max-tokens", default=128, show_default=True, help="Tokens generated for a prompt.")
 @click.option("--temperature", default=1.0, show_default=True, help="Of the requests.")
+@click.option(
+    "--bias/--no-bias",
+    default=True,
+    show_default=True,
+    help="Fit a bias beside each temperature; without, the paper's temperatures alone.",
+)
 @click.option("--out", default="", help="Where to write; empty: beside the drafter's checkpoint.")
 @click.option("--plot", default="", help="Also draw the reliability diagram to this file (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object as the last line.")
@@ -46,30 +52,32 @@ def calibrate(
     draft_tokens: int,
     max_tokens: int,
     temperature: float,
+    bias: bool,
     out: str,
     plot: str,
     as_json: bool,
 ) -> None:
-    """Fit confidence temperatures, position by position, for exact verification and for rejection.
+    """Fit how confidences are scaled, by position: under exact verification, under rejection, and of greedy requests.
 
     Half of the drafts fit, the others show the error before and after. The file is read when an engine starts, unless
     speculation.confidence_temperature is set.
     """
-    prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = read_prompts(Path(file))
     if len(prompts) < 2:
         raise ConfigError(f"--prompts {file}: expected at least 2 prompts, one a line")
     results: dict[str, Any] = {}
-    shown: dict[str, tuple[Records, tuple[float, ...]]] = {}
+    shown: dict[str, tuple[Records, Scaling]] = {}
     path = Path(out) if out else Path(drafter_path(drafter) or model) / FILE_NAME
     if not path.parent.is_dir():
         raise ConfigError(f"--out: {model!r} is no directory to put {FILE_NAME} in: say where")
     for rule in RULES:
         click.echo(f"{rule}: {len(prompts)} prompts of up to {max_tokens} tokens", err=True)
+        verify = "rejection" if rule == "rejection" else "exact"
         with tempfile.TemporaryDirectory() as directory:
             record = Path(directory) / "drafts.jsonl"
             settings = {
                 "speculation.method": method,
-                "speculation.verify": rule,
+                "speculation.verify": verify,
                 "speculation.schedule": "fixed",
                 "speculation.max_draft_tokens": draft_tokens,
                 "plugins.spec_decode.drafter": drafter,
@@ -79,28 +87,33 @@ def calibrate(
             with host.open_llm(model, settings) as llm:
                 params = [
                     host.sampling_params(
-                        temperature=temperature, max_tokens=max_tokens, seed=i if rule == "exact" else None
+                        temperature=0.0 if rule == GREEDY else temperature,
+                        max_tokens=max_tokens,
+                        seed=i if verify == "exact" else None,
                     )
                     for i in range(len(prompts))
                 ]
                 llm.generate(prompts, params)
-            records = read_records(record, rule)
+            records = read_records(record, verify)
         if len(records.accepted) == 0:
-            raise ConfigError(f"drafter {method!r} gave no confidence to calibrate under verify={rule!r}")
+            raise ConfigError(f"drafter {method!r} gave no confidence to calibrate under verify={verify!r}")
         half = np.arange(len(records.accepted)) % 2 == 0
-        temperatures = fit(records.part(half))
+        scaling = fit(records.part(half), bias=bias)
         check = records.part(~half)
-        shown[rule] = (check, temperatures)
+        shown[rule] = (check, scaling)
         results[rule] = {
-            "temperatures": [round(t, 4) for t in temperatures],
+            "temperatures": [round(t, 4) for t in scaling.temperatures],
+            "biases": [round(b, 4) for b in scaling.biases],
             "drafts": len(records.accepted),
             "accepted_length": round(1 + float(records.accepted.mean()), 4),
-            "error_before": round(check.error((1.0,)), 4),
-            "error_after": round(check.error(temperatures), 4),
+            "error_before": round(check.error(PLAIN), 4),
+            "error_after": round(check.error(scaling), 4),
+            "standard_error": round(check.standard_error(scaling), 4),
         }
+        found = results[rule]
         click.echo(
-            f"{rule}: {len(records.accepted)} drafts, {results[rule]['accepted_length']} tokens a round, calibration "
-            f"error {results[rule]['error_before']:.2%} before, {results[rule]['error_after']:.2%} after"
+            f"{rule}: {found['drafts']} drafts, {found['accepted_length']} tokens a round, calibration error "
+            f"{found['error_before']:.2%} before, {found['error_after']:.2%} after (+- {found['standard_error']:.2%})"
         )
     write(path, method, results)
     click.echo(f"written: {path}")
@@ -111,6 +124,24 @@ def calibrate(
         click.echo(f"drawn: {plot}")
     if as_json:
         click.echo(json.dumps({"method": method, "path": str(path), "rules": results}))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One a line, or JSON strings of which one may have many lines.
+
+    Raises:
+        ConfigError: a line of a .jsonl file is no JSON string.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix != ".jsonl":
+        return lines
+    try:
+        prompts = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ConfigError(f"--prompts {path}: not JSON lines ({error})") from error
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError(f"--prompts {path}: expected a JSON string in each line")
+    return prompts
 
 
 def read_records(path: Path, rule: str) -> Records:

@@ -19,7 +19,8 @@ TIMED = 5
 """Runs of each size after one to warm up; the fastest and the slowest are left out."""
 
 MIN_SAMPLES = 10
-KEPT = 5000
+KEPT = 200
+"""Steps of one size that a correction is the median of, at most."""
 DRAFT_SAMPLES = 9
 LEAST_SHARE = 0.25
 """Of the measured cost that a correction leaves."""
@@ -53,7 +54,9 @@ class StepCosts:
 
     Between measured sizes the cost is interpolated, beyond them it goes on as between the last two. It never falls
     with more rows: a size that took longer than a larger one was disturbed, and costs at most what that one does.
-    ``version`` counts what was learned.
+    What steps really take corrects it: a factor where all are slower, as beside other work, and seconds for each row,
+    since contexts are longer than those of the measurement. Steps of one size alone cannot tell them apart: then it is
+    the rows. ``version`` counts what was learned.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
@@ -62,15 +65,17 @@ class StepCosts:
         self.rows = np.array([row for row, _ in table], np.float64)
         seconds = np.array([cost for _, cost in table], np.float64)
         self.seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        self._residuals: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._residuals: dict[int, deque[float]] = {}
+        self._counts: dict[int, int] = {}
+        self._medians: dict[int, float] = {}
         self._drafts: dict[int, deque[float]] = {}
-        self._slope = 0.0
+        self._factor, self._slope = 1.0, 0.0
         self.version = 0
 
     def __call__(self, rows: Array) -> Array:
         """``[m]`` rows -> ``[m]`` seconds, corrected."""
         plain = self.measured(rows)
-        corrected: Array = np.maximum(plain + self._slope * rows, LEAST_SHARE * plain)
+        corrected: Array = np.maximum(self._factor * plain + self._slope * rows, LEAST_SHARE * plain)
         return corrected
 
     def measured(self, rows: Array) -> Array:
@@ -107,15 +112,26 @@ class StepCosts:
             self.version += 1
         if not cost.decode or cost.rows == 0:
             return
-        plain = float(self.measured(np.array([cost.rows]))[0])
-        self._residuals.append((cost.rows, (cost.target_seconds - plain) / cost.rows))
-        if len(self._residuals) % MIN_SAMPLES == 0:
-            self._slope = self._median_of_medians()
+        kept = self._residuals.setdefault(cost.rows, deque(maxlen=KEPT))
+        kept.append(cost.target_seconds)
+        count = self._counts[cost.rows] = self._counts.get(cost.rows, 0) + 1
+        if count % MIN_SAMPLES == 0:
+            self._medians[cost.rows] = median(kept)
+            self._factor, self._slope = self._fitted()
             self.version += 1
 
-    def _median_of_medians(self) -> float:
-        by_rows: dict[int, list[float]] = {}
-        for rows, residual in self._residuals:
-            by_rows.setdefault(rows, []).append(residual)
-        medians = [median(found) for found in by_rows.values() if len(found) >= MIN_SAMPLES]
-        return median(medians) if medians else self._slope
+    def _fitted(self) -> tuple[float, float]:
+        """Factor and slope with the least squared error relative to the measured costs, neither below its least."""
+        rows = np.array(sorted(self._medians), np.float64)
+        plain = self.measured(rows)
+        found = np.array([self._medians[int(r)] for r in rows])
+        if len(rows) == 1:
+            return 1.0, float((found - plain)[0] / rows[0])
+        share, ratio = rows / plain, found / plain
+        spread = float(((share - share.mean()) ** 2).sum())
+        slope = float(((share - share.mean()) * (ratio - ratio.mean())).sum()) / spread if spread else 0.0
+        slope = max(slope, 0.0)
+        factor = float((ratio - slope * share).mean())
+        if factor < LEAST_SHARE:
+            return LEAST_SHARE, max(0.0, float((share * (ratio - LEAST_SHARE)).sum() / (share**2).sum()))
+        return factor, slope

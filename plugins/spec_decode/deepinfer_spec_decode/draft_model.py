@@ -8,7 +8,7 @@ import torch
 
 from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
 
-from .calibration import temperatures_for
+from .calibration import calibration_for
 from .records import Recorder
 from .settings import Settings
 from .spoken import SpokenDrafts
@@ -23,7 +23,7 @@ class DraftModel:
 
     def start(self, context: DrafterContext) -> None:
         self._model = context.module
-        self._temperatures = temperatures_for(context, "draft_model", self._settings)
+        self._calibration = calibration_for(context, "draft_model", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
@@ -35,7 +35,7 @@ class DraftModel:
         for j in range(step.depth):
             batch = step.block(tokens[:, None], j)
             tokens = drafts.draw(self._model.logits(self._model.forward(batch, self._model.plan(batch))))
-        return drafts.proposal(self._temperatures)
+        return drafts.proposal(self._calibration)
 
     def verified(self, results: Sequence[Verified]) -> None:
         self._recorder.add(results)

@@ -8,7 +8,7 @@ import torch
 
 from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
 
-from .calibration import temper, temperatures_for
+from .calibration import calibration_for
 from .rates import AcceptanceRates
 from .records import Recorder
 from .settings import Settings
@@ -30,7 +30,7 @@ class BlockDrafter:
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
         self._rates = AcceptanceRates(context.max_draft_tokens)
-        self._temperatures = temperatures_for(context, "dspark", self._settings)
+        self._calibration = calibration_for(context, "dspark", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
@@ -49,7 +49,7 @@ class BlockDrafter:
             rates = torch.from_numpy(self._rates.confidence()).to(newest.device)
             confidence = rates[: step.depth].expand(drafted.tokens.shape)
         else:
-            confidence = temper(drafted.confidence, self._temperatures)
+            confidence = self._calibration.confidence(drafted.confidence, step)
         return Proposal(tokens=drafted.tokens, confidence=confidence, scores=drafted.scores)
 
     def verified(self, results: Sequence[Verified]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
 
-from .calibration import temperatures_for
+from .calibration import calibration_for
 from .records import Recorder
 from .settings import Settings
 from .spoken import SpokenDrafts
@@ -33,7 +33,7 @@ class MTPDrafter:
 
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
-        self._temperatures = temperatures_for(context, "mtp", self._settings)
+        self._calibration = calibration_for(context, "mtp", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
@@ -53,7 +53,7 @@ class MTPDrafter:
             batch = step.block(tokens.clamp(min=0)[:, None], j - 1)
             hidden, streams = self._module.forward(batch, self._module.plan(batch), streams)
             tokens = drafts.draw(self._module.logits(hidden))
-        return drafts.proposal(self._temperatures)
+        return drafts.proposal(self._calibration)
 
     def verified(self, results: Sequence[Verified]) -> None:
         self._recorder.add(results)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from deepinfer_core.api import DraftStep, Proposal
 
-from .calibration import temper
+from .calibration import Calibration
 
 
 class SpokenDrafts:
@@ -30,11 +28,11 @@ class SpokenDrafts:
             self._scores.append(scores)
         return tokens
 
-    def proposal(self, temperatures: Sequence[float]) -> Proposal:
-        """All that was drawn. ``temperatures``: of the confidence, one for each position."""
+    def proposal(self, calibration: Calibration) -> Proposal:
+        """All that was drawn."""
         return Proposal(
             tokens=torch.stack(self._tokens, 1),
-            confidence=temper(as_logit(torch.stack(self._chances, 1)), temperatures),
+            confidence=calibration.confidence(as_logit(torch.stack(self._chances, 1)), self._step),
             scores=torch.stack(self._scores, 1) if self._scores else None,
         )
 
