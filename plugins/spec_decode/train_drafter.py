@@ -1,7 +1,7 @@
 """Train draft modules for the demo model of the DeepSeek-V4 architecture, on text that it wrote itself.
 
-    export PYTHONPATH=models/demo_v4:plugins/spec_decode
-    python -m drafter_recipe.prompts --docs DIR --out prompts.npz
+    export PYTHONPATH=models/demo_v4
+    python -m deepinfer_demo_v4.recipe.drafters.prompts --docs DIR --out prompts.npz
     python plugins/spec_decode/train_drafter.py --prompts prompts.npz --out DIR --until 450
 
 The target continues the prompts, half at temperature 1, a quarter at 0.5 and a quarter greedily, and is frozen. Then
@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from deepinfer_demo_v4 import CHECKPOINT
 from deepinfer_demo_v4.recipe import checkpoint
+from deepinfer_demo_v4.recipe.drafters.export import export
+from deepinfer_demo_v4.recipe.drafters.modules import PROGRAMS, Kind
+from deepinfer_demo_v4.recipe.drafters.target_text import Text, write_text
+from deepinfer_demo_v4.recipe.drafters.trained import LOSSES, Data, start
 from deepinfer_demo_v4.recipe.shape import Shape
-from drafter_recipe.export import export
-from drafter_recipe.modules import PROGRAMS, Kind
-from drafter_recipe.target_text import Text, write_text
-from drafter_recipe.trained import LOSSES, Data, start
 
 START = time.perf_counter()
 WARM_STEPS = 100
@@ -42,7 +42,9 @@ WARM_STEPS = 100
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, required=True, help="what drafter_recipe.prompts wrote")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="what deepinfer_demo_v4.recipe.drafters.prompts wrote"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--modules", default="dspark,dflash,mtp,dspark-2,dflash-2")
     parser.add_argument("--until", type=float, default=450.0, help="seconds from the start of the program")

@@ -1,8 +1,8 @@
 """Beginnings of texts, for the target to continue.
 
-    PYTHONPATH=models/demo_v4:plugins/spec_decode python -m drafter_recipe.prompts --docs DIR --out FILE
+    python -m deepinfer_demo_v4.recipe.drafters.prompts --docs DIR --out FILE
 
-``--docs`` as for ``deepinfer_demo_v4.recipe.corpus``, whose documents these are; what is held out there is held out
+``--docs`` as for ``recipe.corpus``, whose documents these are; what is held out there is held out
 here. Half are windows from anywhere, the others begin where a user would: at a definition, at a docstring, and at
 records in JSON of what a file defines.
 """
@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
+
 from deepinfer_demo_v4 import CHECKPOINT
 from deepinfer_demo_v4.recipe.corpus import Document, documents, unique
-from tokenizers import Tokenizer
 
 SHARES = {"window": 0.5, "code": 0.2, "prose": 0.15, "json": 0.15}
 CHARACTERS = 600
@@ -64,8 +65,9 @@ def beginnings(kind: str, text: str, rng: random.Random) -> Iterator[str]:
         for node in definitions[:A_DOCUMENT]:
             yield "".join(lines[node.lineno - 1 : node.lineno + 30])[:CHARACTERS]
     elif kind == "prose":
-        for node in [tree, *definitions]:
-            yield (ast.get_docstring(node) or "")[:CHARACTERS]
+        said: list[ast.Module | ast.FunctionDef | ast.ClassDef] = [tree, *definitions]
+        for documented in said:
+            yield (ast.get_docstring(documented) or "")[:CHARACTERS]
     else:
         records = [
             {"name": n.name, "line": n.lineno, "arguments": [a.arg for a in n.args.args]}
@@ -113,7 +115,7 @@ def main() -> None:
         "train": prompts(training, o.count, o.length, o.seed),
         "held_out": prompts(held, o.held_out, o.length, o.seed + 1),
     }
-    np.savez_compressed(o.out, **sets)
+    np.savez_compressed(o.out, train=sets["train"], held_out=sets["held_out"])
     print(json.dumps({name: list(rows.shape) for name, rows in sets.items()}), f"{o.out.stat().st_size} bytes")
 
 

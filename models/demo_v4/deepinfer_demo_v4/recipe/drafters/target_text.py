@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+
 from deepinfer_demo_v4.recipe.forward import layer_weights
 from deepinfer_demo_v4.recipe.layers import Weights, collapse, experts, linear, merge, mix, rms
 from deepinfer_demo_v4.recipe.rotary import Angles, angles, rotate

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepinfer_demo_v4.recipe import checkpoint
 from safetensors.torch import save_file
+
+from deepinfer_demo_v4.recipe import checkpoint
 
 from .modules import NOISE
 from .trained import Trained

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
+
 from deepinfer_demo_v4.recipe.attention import Selection
 from deepinfer_demo_v4.recipe.forward import block, layer_weights
 from deepinfer_demo_v4.recipe.layers import Weights, coefficients, experts, linear, merge, mix, rms
 from deepinfer_demo_v4.recipe.rotary import Angles
 from deepinfer_demo_v4.recipe.shape import Shape
-from torch.nn import functional
 
 NOISE = 2
 """Token id of the rows after the anchor: padding, which no text has."""
@@ -94,8 +95,9 @@ def summed(streams: torch.Tensor, w: Weights, shape: Shape) -> torch.Tensor:
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the last channels of ``x [..., d]`` by angles that broadcast to ``[..., rotary / 2]``."""
-    kept, turned = x.split((x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
-    first, second = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    kept, turned = x[..., :start], x[..., start:].float()
+    first, second = turned[..., 0::2], turned[..., 1::2]
     pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     return torch.cat((kept, pairs.to(x.dtype)), dim=-1)
 
@@ -121,17 +123,17 @@ def block_attention(
     fresh = turn(rms(linear(x, w["attn.wkv.weight"]), w["attn.kv_norm.weight"], shape.eps), cos, sin)
     kv = torch.cat((cached, fresh), 1)
     low = rms(linear(x, w["attn.wq_a.weight"]), w["attn.q_norm.weight"], shape.eps)
-    query = linear(low, w["attn.wq_b.weight"]).unflatten(-1, (shape.heads, shape.head_dim))
+    query = linear(low, w["attn.wq_b.weight"]).view(n, k, shape.heads, shape.head_dim)
     query = turn(rms(query, None, shape.eps), cos[:, :, None], sin[:, :, None])
-    scores = (query.flatten(1, 2) @ kv.mT).float().unflatten(1, (k, shape.heads)) * shape.head_dim**-0.5
+    scores = (query.flatten(1, 2) @ kv.mT).float().view(n, k, shape.heads, -1) * shape.head_dim**-0.5
     hidden = functional.pad(before < 0, (0, k))
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     sink = w["attn.attn_sink"].view(1, 1, -1, 1).expand(n, k, -1, 1)
     weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1].to(x.dtype)
-    attended = (weights.flatten(1, 2) @ kv).unflatten(1, (k, shape.heads))
+    attended = (weights.flatten(1, 2) @ kv).view(n, k, shape.heads, -1)
     attended = turn(attended, cos[:, :, None], -sin[:, :, None])
     grouped = attended.reshape(n, k, shape.o_groups, -1)
-    low_rank = w["attn.wo_a.weight"].to(x.dtype).unflatten(0, (shape.o_groups, shape.o_rank))
+    low_rank = w["attn.wo_a.weight"].to(x.dtype).view(shape.o_groups, shape.o_rank, -1)
     inner = torch.einsum("nkgi,gri->nkgr", grouped, low_rank).flatten(2)
     return linear(inner, w["attn.wo_b.weight"])
 

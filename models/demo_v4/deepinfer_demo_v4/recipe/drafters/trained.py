@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
 from deepinfer_demo_v4.recipe.layers import Weights
 from deepinfer_demo_v4.recipe.optimiser import Optimiser
 from deepinfer_demo_v4.recipe.rotary import Angles, angles
@@ -96,14 +97,17 @@ class Trained:
             position_weights(gamma, y.device),
             self.shape.eps,
         )
+        found: tuple[torch.Tensor, ...]
         if not self.kind.rank:
-            return run["plain"](*common)  # type: ignore[no-any-return]
+            found = run["plain"](*common)
+            return found
         heads = (
             w[last + "markov_head.markov_w1.weight"],
             w[last + "markov_head.markov_w2.weight"],
             w[last + "confidence_head.proj.weight"],
         )
-        return run["markov"](*common, text.ids[rows, places], *heads)  # type: ignore[no-any-return]
+        found = run["markov"](*common, text.ids[rows, places], *heads)
+        return found
 
     def _next_tokens(self, drawn: Draw, run: Mapping[str, Callable[..., Any]]) -> tuple[torch.Tensor, ...]:
         data, length, first = self.data, drawn.text.ids.shape[1] - 2, self.data.first
@@ -111,9 +115,7 @@ class Trained:
         count = max(1, round(len(drawn.blocks.anchors) * data.gamma / (length - first)))
         text = drawn.text.rows(slice(count))
         y = mtp_rows(self.learned, data.embedding, text.ids[:, 1:-1], text.streams[:, :-2], self.shape, data.table, run)
-        return run[
-            "plain"
-        ](  # type: ignore[no-any-return]
+        found: tuple[torch.Tensor, ...] = run["plain"](
             y[:, first:],
             self.learned[stage_prefix(0) + "norm.weight"],
             data.head,
@@ -123,6 +125,7 @@ class Trained:
             torch.ones((), device=y.device),
             self.shape.eps,
         )
+        return found
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:

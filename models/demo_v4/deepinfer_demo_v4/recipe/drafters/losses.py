@@ -9,8 +9,9 @@ float32: in bfloat16 a score of 15 is off by up to 0.03, which a low temperature
 from __future__ import annotations
 
 import torch
-from deepinfer_demo_v4.recipe.layers import rms
 from torch.nn import functional
+
+from deepinfer_demo_v4.recipe.layers import rms
 
 SHARPEST = 0.3
 
