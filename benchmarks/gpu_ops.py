@@ -226,22 +226,21 @@ def linear(name: str, rows: int, bandwidth: float, tuner: Any) -> dict[str, Any]
     found = tuner.best(shape, rows)
     floor = 2 * shape[0] * shape[1] / bandwidth * 1e6
     tile = found.pop("tile")
-    from deepinfer_nvidia_sm100.tables import TILE_FIELDS
+    from deepinfer_nvidia_sm100.tables import numbers_of
 
-    numbers = None if tile is None else [getattr(tile, f) for f in TILE_FIELDS]
+    numbers = None if tile is None else numbers_of(tile)
     return {**found, "tile": numbers, "of_bandwidth": floor / found["us"], "shape": f"{shape[0]}x{shape[1]}"}
 
 
 def save_table(results: Results, path: Path) -> None:
     from deepinfer_nvidia_sm100 import tuning
-    from deepinfer_nvidia_sm100.ops.few_rows import Tile
-    from deepinfer_nvidia_sm100.tables import TILE_FIELDS
+    from deepinfer_nvidia_sm100.tables import tile_of
 
     shapes: dict[str, list[dict[str, Any]]] = {}
     for key, found in results.entries.items():
         if key.startswith("linear ") and "tile" in found:
             numbers = found["tile"]
-            tile = None if numbers is None else Tile(**dict(zip(TILE_FIELDS, numbers, strict=True)))
+            tile = None if numbers is None else tile_of(numbers)
             shapes.setdefault(found["shape"], []).append({"rows": found["rows"], "tile": tile})
     tuning.save(path, {shape: tuning.entries(answers) for shape, answers in shapes.items()})
 

@@ -25,6 +25,7 @@ import torch
 import triton
 from deepinfer_nvidia_sm100 import tables
 from deepinfer_nvidia_sm100.ops import dependent
+from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from reference_support import batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -188,6 +189,16 @@ def fp8_write() -> None:
     write.run(new, new, cache, layout([7], 7))
 
 
+def by_descriptors(gated: bool) -> None:
+    """Tensor descriptors, whatever the architecture's table says."""
+    x = torch.empty((24, HIDDEN), dtype=torch.bfloat16)
+    weight = torch.empty((2 * INNER, HIDDEN), dtype=torch.bfloat16)
+    arrived = torch.zeros(1, dtype=torch.int32)
+    for splits in (1,) if gated else (1, 2):
+        tile = Tile(block_n=128, block_m=32, block_k=128, splits=splits, stages=4, warps=4, described=True)
+        launch(x, weight, None, torch.empty((24, INNER if gated else 2 * INNER)), tile, arrived, gated=gated)
+
+
 def pointwise() -> None:
     x = torch.empty((7, HIDDEN), dtype=torch.bfloat16)
     norm = operator(RmsNormRequest(hidden=HIDDEN, eps=1e-6, dtype="bfloat16"))
@@ -235,6 +246,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fused": fused,
     "gated 1 row": lambda: gated(1),
     "gated 24 rows": lambda: gated(24),
+    "described rows": lambda: by_descriptors(False),
+    "described gate": lambda: by_descriptors(True),
     "sampling": sampling,
     "decode": lambda: attention([1] * 7, 4000),
     "decode many": lambda: attention([1] * 300, 4000),

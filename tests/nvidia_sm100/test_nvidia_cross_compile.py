@@ -35,6 +35,8 @@ ALL = [
     "fused",
     "gated 1 row",
     "gated 24 rows",
+    "described rows",
+    "described gate",
     "sampling",
     "prompt",
     "fixed chunks",

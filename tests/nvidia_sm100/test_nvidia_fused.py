@@ -91,6 +91,7 @@ TILES = [
     Tile(block_n=16, block_m=16, block_k=32, splits=1, stages=2, warps=4),
     Tile(block_n=64, block_m=16, block_k=32, splits=3, stages=2, warps=4),
     Tile(block_n=32, block_m=32, block_k=16, splits=2, stages=2, warps=4),
+    Tile(block_n=128, block_m=16, block_k=64, splits=1, stages=2, warps=4, described=True),
 ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepinfer_nvidia_sm100.ops.described_rows import describable
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.linear import thumb
 from gpu_support import DEVICE, DTYPES, here, operator, same_bits
@@ -75,6 +76,34 @@ def test_parts_of_a_long_product_are_added(splits: int, out: int, inner: int) ->
         results.append(found)
     assert all(torch.equal(results[0], other) for other in results)
     assert not arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("rows", "out", "inner"), [(1, 64, 64), (5, 200, 328), (20, 136, 96)])
+def test_tiles_that_descriptors_bring(rows: int, out: int, inner: int, splits: int, dtype: str) -> None:
+    """Uneven edges read as zero, of the weight and of the rows, also where the rows lie apart."""
+    wide, weight, bias = tensors(rows, out, inner, dtype)
+    x = torch.cat((wide, torch.full((rows, 8), float("nan"), dtype=wide.dtype)), 1)
+    arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    tile = Tile(block_n=64, block_m=16, block_k=64, splits=splits, stages=2, warps=4, described=True)
+    for shift in (None, bias):
+        found = torch.full((rows, out), float("nan"), dtype=x.dtype, device=DEVICE)
+        launch(here(x)[:, :inner], here(weight), None if shift is None else here(shift), found, tile, arrived)
+        check(found, wide, weight, shift, dtype)
+    assert not arrived.any()
+
+
+def test_what_the_copy_engine_cannot_read_is_read_by_threads() -> None:
+    """Rows of 36 bytes, in 16 bits: the same tile by the other kernel."""
+    x, weight, _ = tensors(3, 64, 18, "bfloat16")
+    assert not describable(weight)
+    assert describable(tensors(3, 64, 24, "bfloat16")[1])
+    if DEVICE.type == "cuda":
+        found = torch.full((3, 64), float("nan"), dtype=x.dtype, device=DEVICE)
+        tile = Tile(block_n=64, block_m=16, block_k=64, splits=1, stages=2, warps=4, described=True)
+        launch(here(x), here(weight), None, found, tile, torch.zeros(64, dtype=torch.int32, device=DEVICE))
+        check(found, x, weight, None, "bfloat16")
 
 
 def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:

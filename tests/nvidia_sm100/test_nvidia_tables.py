@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,25 +28,30 @@ NUMBERS = [64, 16, 128, 2, 4, 4]
 def test_the_packages_tables_hold_tiles_that_fit() -> None:
     files = list(tables.FOLDER.glob("*.json"))
     assert files
-    for file in files:
-        for shape, rows in tables.linear_table(file.stem).items():
+    for file, section in itertools.product(files, ("linear", "gated_linear")):
+        for shape, rows in tables.linear_table(file.stem, None, section).items():
             assert [int(n) for n in shape.split("x")]
             assert [most for most, _ in rows] == sorted({most for most, _ in rows})
             for most, numbers in rows:
                 if numbers is not None:
-                    tile = Tile(**dict(zip(tables.TILE_FIELDS, numbers, strict=True)))
+                    tile = tables.tile_of(numbers)
+                    assert tables.numbers_of(tile) == numbers
                     assert tile.block_m >= most or tile.block_m == 64
                     assert tile.shared_bytes <= 227 * 1024
+                    # What tensor descriptors bring ends in a gate without parts, by whole halves of the matrix unit.
+                    assert section == "linear" or not tile.described or (tile.splits == 1 and tile.block_n >= 128)
 
 
 def test_a_users_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.json"
     save(own, {"100x256": [[4, NUMBERS], [64, None]]})
     save(own, {"7x8": [[64, None]]})
+    save(own, {"100x256": [[8, [*NUMBERS, True]]]}, "gated_linear")
     monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
     device = torch.device("cpu")
     assert tables.linear_tile(device, 100, 256, 3, str(own)) == TILE
     assert tables.linear_tile(device, 100, 256, 5, str(own)) is None
+    assert tables.linear_tile(device, 100, 256, 5, str(own), "gated_linear") == attrs.evolve(TILE, described=True)
     assert tables.linear_tile(device, 100, 256, 65, str(own)) == "thumb"
     assert tables.linear_tile(device, 100, 256, 3) == "thumb"
     assert tables.linear_tile(device, 6144, 2560, 1, str(own)) == tables.linear_tile(device, 6144, 2560, 1) != "thumb"
@@ -86,9 +92,9 @@ def test_shapes_are_read_from_a_plan() -> None:
     big = {"in_features": 64, "out_features": 100, "dtype": "bfloat16", "out_dtype": "float32"}
     choices = [row("gemm.linear", **big), row("gemm.linear", **big | {"dtype": "float32"}), row("other")]
     plan = {"plan": {"choices": choices}}
-    assert shapes_of(plan) == {"100x64": (100, 64, "float32")}
+    assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {})
     choices.append(row("fused.gated_linear", width=30, in_features=64, dtype="bfloat16"))
-    assert shapes_of(plan) == {"100x64": (100, 64, "float32"), "60x64": (60, 64, "bfloat16")}
+    assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {"60x64": (60, 64, "bfloat16")})
     for wrong in ([], {"plan": 3}, {"plan": {"choices": []}}):
         with pytest.raises(ConfigError, match="deepinfer explain"):
             shapes_of(wrong)

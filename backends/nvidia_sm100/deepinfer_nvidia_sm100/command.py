@@ -10,9 +10,12 @@ import click
 
 from deepinfer_core.api import ConfigError, DeviceError
 
+Shapes = dict[str, tuple[int, int, str]]
 
-def shapes_of(plan: Any) -> dict[str, tuple[int, int, str]]:
-    """``"NxK"`` -> rows, columns and result dtype of every 16-bit matrix in what ``explain --json`` wrote.
+
+def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
+    """``"NxK"`` -> rows, columns and result dtype of every 16-bit matrix in what ``explain --json`` wrote: of plain
+    products, and of those that end in a gate.
 
     Raises:
         ConfigError: it is something else, or holds no such matrix.
@@ -20,7 +23,8 @@ def shapes_of(plan: Any) -> dict[str, tuple[int, int, str]]:
     choices = plan["plan"].get("choices") if isinstance(plan, dict) and isinstance(plan.get("plan"), dict) else None
     if not isinstance(choices, list):
         raise ConfigError("PLAN: expected what this writes: deepinfer explain --model MODEL --json")
-    found = {}
+    found: Shapes = {}
+    gated: Shapes = {}
     for choice in choices:
         request = choice["request"]
         if request.get("dtype") not in ("bfloat16", "float16"):
@@ -28,12 +32,12 @@ def shapes_of(plan: Any) -> dict[str, tuple[int, int, str]]:
         if choice["op"] == "gemm.linear":
             out, inner = int(request["out_features"]), int(request["in_features"])
             found[f"{out}x{inner}"] = (out, inner, str(request["out_dtype"]))
-        elif choice["op"] == "fused.gated_linear":  # takes the tile of the product inside it
+        elif choice["op"] == "fused.gated_linear":
             out, inner = 2 * int(request["width"]), int(request["in_features"])
-            found[f"{out}x{inner}"] = (out, inner, str(request["dtype"]))
+            gated[f"{out}x{inner}"] = (out, inner, str(request["dtype"]))
     if not found:
         raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
-    return found
+    return found, gated
 
 
 @click.command()
@@ -55,7 +59,7 @@ def tune(plan: IO[str], out: Path) -> None:
         found = json.load(plan)
     except ValueError as error:
         raise ConfigError(f"PLAN: no JSON: {error}") from error
-    shapes = shapes_of(found)
+    shapes, gated = shapes_of(found)
     import torch
 
     if not torch.cuda.is_available():
@@ -63,11 +67,13 @@ def tune(plan: IO[str], out: Path) -> None:
     from .tuning import ROWS, Tuner, entries, save
 
     tuner = Tuner()
-    click.echo(f"compiling for {len(shapes)} shapes", err=True)
-    tuner.compile(shapes.values())
-    for name, shape in shapes.items():
-        measured = [tuner.best(shape, rows) for rows in ROWS]
-        save(out, {name: entries(measured)})
-        gain = [m["cublas_us"] / m["us"] for m in measured]
-        click.echo(f"{name}: {min(gain):.2f} to {max(gain):.2f} times as fast as cuBLAS", err=True)
+    click.echo(f"compiling for {len(shapes) + len(gated)} shapes", err=True)
+    for section, some in (("linear", shapes), ("gated_linear", gated)):
+        ends_in_gate = section == "gated_linear"
+        tuner.compile(some.values(), gated=ends_in_gate)
+        for name, shape in some.items():
+            measured = [tuner.best(shape, rows, ends_in_gate) for rows in ROWS]
+            save(out, {name: entries(measured)}, section)
+            gain = [m["cublas_us"] / m["us"] for m in measured]
+            click.echo(f"{section} {name}: {min(gain):.2f} to {max(gain):.2f} times as fast as cuBLAS", err=True)
     click.echo(f"written to {out}; use: --set plugins.nvidia_sm100.table={out}")

@@ -1,7 +1,8 @@
 """What was measured to be fastest, by architecture: one JSON file each, made by ``deepinfer tune``.
 
 ``linear`` maps ``"NxK"`` to a list of ``[most rows, tile]`` in ascending order, where tile is null for cuBLAS, or
-``[block_n, block_m, block_k, splits, stages, warps]``.
+``[block_n, block_m, block_k, splits, stages, warps]``, with ``true`` behind it where tensor descriptors are used.
+``gated_linear`` has the same for products that end in a gate.
 """
 
 from __future__ import annotations
@@ -29,19 +30,30 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+def tile_of(numbers: list[Any]) -> Tile:
+    """A tile as a table has it."""
+    return Tile(**dict(zip(TILE_FIELDS, numbers, strict=False)), described=bool(numbers[len(TILE_FIELDS) :]))
+
+
+def numbers_of(tile: Tile) -> list[Any]:
+    """The other way."""
+    return [getattr(tile, field) for field in TILE_FIELDS] + ([True] if tile.described else [])
+
+
 @functools.cache
-def linear_table(arch: str, own: str | None = None) -> dict[str, Any]:
-    """Shape -> rows and tiles: the package's, and over them those of a user's own file.
+def linear_table(arch: str, own: str | None = None, section: str = "linear") -> dict[str, Any]:
+    """Shape -> rows and tiles: the package's, and over them those of a user's own file, which may lack the section.
 
     Raises:
         ConfigError: the file cannot be read, or is no such table.
     """
     path = FOLDER / f"{arch}.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["linear"] if path.exists() else {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get(section, {}) if path.exists() else {}
     if own is not None:
         try:
-            found = found | json.loads(Path(own).read_text(encoding="utf-8"))["linear"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            theirs = json.loads(Path(own).read_text(encoding="utf-8"))
+            found = found | (theirs["linear"] if section == "linear" else theirs.get(section, {}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"plugins.nvidia_sm100.table={own!r}: {type(error).__name__}: {error}; make one with: deepinfer tune"
             ) from error
@@ -49,10 +61,16 @@ def linear_table(arch: str, own: str | None = None) -> dict[str, Any]:
 
 
 def linear_tile(
-    device: torch.device, out_features: int, in_features: int, rows: int, own: str | None = None
+    device: torch.device,
+    out_features: int,
+    in_features: int,
+    rows: int,
+    own: str | None = None,
+    section: str = "linear",
 ) -> Tile | Literal["thumb"] | None:
     """The tile for this product; None where cuBLAS was faster; ``"thumb"`` where nothing was measured."""
-    for most, numbers in linear_table(architecture(device), own).get(f"{out_features}x{in_features}", ()):
+    table = linear_table(architecture(device), own, section)
+    for most, numbers in table.get(f"{out_features}x{in_features}", ()):
         if rows <= most:
-            return None if numbers is None else Tile(**dict(zip(TILE_FIELDS, numbers, strict=True)))
+            return None if numbers is None else tile_of(numbers)
     return "thumb"

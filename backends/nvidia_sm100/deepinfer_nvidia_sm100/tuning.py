@@ -15,12 +15,15 @@ import triton
 
 from .measure import microseconds, rotations
 from .ops.few_rows import Tile, launch
-from .tables import TILE_FIELDS
+from .ops.swiglu import activate
+from .tables import numbers_of
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows that are measured; one between two takes the tile of the larger."""
 SHARED_BYTES = 220_000
 SPLITS = (1, 2, 4, 8)
+DESCRIBED = ((64, 128, 5, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 5, 4), (256, 128, 3, 8))
+"""Of tiles that tensor descriptors bring: rows and columns of a block, most stages, warps."""
 MARGIN = 1.03
 """cuBLAS must be faster than a tile by this factor: its kernels start only when those before them have ended."""
 
@@ -48,10 +51,24 @@ def candidates(rows: int) -> Iterator[Tile]:
             tile = Tile(block_n=block_n, block_m=block_m, block_k=block_k, splits=splits, stages=stages, warps=warps)
             if tile.shared_bytes <= SHARED_BYTES:
                 yield tile
+    for block_n, block_k, most, warps in DESCRIBED:
+        stages = min(most, SHARED_BYTES // (2 * block_k * (block_n + block_m)))
+        for splits in SPLITS[:2] if stages > 1 else ():
+            yield Tile(
+                block_n=block_n,
+                block_m=block_m,
+                block_k=block_k,
+                splits=splits,
+                stages=stages,
+                warps=warps,
+                described=True,
+            )
 
 
-def _sensible(tile: Tile, shape: Shape, programs: int) -> bool:
-    """Between one wave and about a dozen; parts of at least two steps."""
+def _sensible(tile: Tile, shape: Shape, programs: int, gated: bool) -> bool:
+    """Between one wave and about a dozen; parts of at least two steps; whole halves for the matrix unit."""
+    if gated and tile.described and (tile.splits > 1 or tile.block_n < 128):
+        return False
     count = -(-shape[0] // tile.block_n) * tile.splits
     short = shape[1] < 2 * tile.block_k * tile.splits
     return (
@@ -69,30 +86,31 @@ class Tuner:
         self._arrived = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
         self._programs = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS) -> None:
-        """Compile every candidate in threads of their own; the compiler leaves Python free."""
+    def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS, gated: bool = False) -> None:
+        """Compile every candidate in threads of their own; the compiler leaves Python free. ``gated``: products that
+        end in a gate, whose weight's shape this is."""
         shapes, done = list(shapes), set()
         with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for shape in shapes:
                 for count in rows:
                     x, weights, out = self._tensors(shape, count, 1)
                     for tile in candidates(count):
-                        key = (attrs.astuple(tile)[:3], tile.splits > 1, tile.stages, tile.warps, shape[2])
-                        if key not in done:
-                            done.add(key)
-                            launch(x, weights[0], None, out, tile, self._arrived, compile_only=True)
+                        key = (attrs.astuple(tile)[:3], tile.splits > 1, tile.stages, tile.warps, tile.described)
+                        if (key, shape[2]) not in done and _sensible(tile, shape, self._programs, gated):
+                            done.add((key, shape[2]))
+                            launch(x, weights[0], None, out, tile, self._arrived, gated=gated, compile_only=True)
 
-    def best(self, shape: Shape, rows: int) -> dict[str, Any]:
-        """``tile`` (None: cuBLAS), its microseconds, and cuBLAS's."""
+    def best(self, shape: Shape, rows: int, gated: bool = False) -> dict[str, Any]:
+        """``tile`` (None: cuBLAS), its microseconds, and cuBLAS's, with the activation's under ``gated``."""
         inputs = self._tensors(shape, rows, rotations(2 * shape[0] * shape[1], 8))
         x, weights, out = inputs
-        library = microseconds([_library(x, weight, out.dtype) for weight in weights])
+        library = microseconds([_library(x, weight, out.dtype, gated) for weight in weights])
         timed: list[tuple[float, Tile]] = []
         for tile in candidates(rows):
-            if not _sensible(tile, shape, self._programs):
+            if not _sensible(tile, shape, self._programs, gated):
                 continue
             try:
-                timed.append((microseconds([_few(x, w, out, tile, self._arrived) for w in weights]), tile))
+                timed.append((microseconds([_few(x, w, out, tile, self._arrived, gated) for w in weights]), tile))
             except (RuntimeError, triton.runtime.errors.OutOfResources):
                 self._arrived.zero_()
         spent, tile = min(timed, key=lambda item: item[0])
@@ -106,16 +124,18 @@ class Tuner:
         return x, weights, torch.empty((rows, out), device="cuda", dtype=getattr(torch, out_dtype))
 
 
-def _library(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
+def _library(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, gated: bool) -> Callable[[], object]:
+    if gated:
+        return lambda: activate(torch.nn.functional.linear(x, weight), None)
     if dtype == x.dtype:
         return lambda: torch.nn.functional.linear(x, weight)
     return lambda: torch.mm(x, weight.t(), out_dtype=dtype)
 
 
 def _few(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, arrived: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, arrived: torch.Tensor, gated: bool
 ) -> Callable[[], object]:
-    return lambda: launch(x, weight, None, out, tile, arrived)
+    return lambda: launch(x, weight, None, out, tile, arrived, gated=gated)
 
 
 def entries(measured: Iterable[dict[str, Any]]) -> list[list[Any]]:
@@ -123,7 +143,7 @@ def entries(measured: Iterable[dict[str, Any]]) -> list[list[Any]]:
     made: list[list[Any]] = []
     for answer in sorted(measured, key=lambda item: int(item["rows"])):
         tile: Tile | None = answer["tile"]
-        numbers = None if tile is None else [getattr(tile, field) for field in TILE_FIELDS]
+        numbers = None if tile is None else numbers_of(tile)
         if made and made[-1][1] == numbers:
             made[-1][0] = answer["rows"]
         else:
@@ -131,12 +151,14 @@ def entries(measured: Iterable[dict[str, Any]]) -> list[list[Any]]:
     return made
 
 
-def save(path: Path, linear: dict[str, list[list[Any]]]) -> None:
-    """Add shapes to a table file, or replace them."""
+def save(path: Path, found: dict[str, list[list[Any]]], section: str = "linear") -> None:
+    """Add shapes to a section of a table file, or replace them."""
     table: dict[str, Any] = {"linear": {}}
     if path.exists():
         table = json.loads(path.read_text(encoding="utf-8"))
-    table["linear"].update(linear)
-    lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(table["linear"].items())]
-    text = '{\n  "linear": {\n' + ",\n".join(lines) + "\n  }\n}\n"
-    path.write_text(text, encoding="utf-8")
+    table.setdefault(section, {}).update(found)
+    parts = []
+    for name, shapes in sorted(table.items(), reverse=True):
+        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(shapes.items())]
+        parts.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")

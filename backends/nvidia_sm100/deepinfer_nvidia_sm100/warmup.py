@@ -57,12 +57,12 @@ def batches(host: CommandHost, longest: int) -> Iterator[Batch]:
             yield name, [[3, 4, 5 + i] for i in range(count)], [params] * count
 
 
-def cached_kernels() -> int:
-    """Compiled kernels in Triton's cache."""
+def cached_kernels() -> dict[str, str]:
+    """Compiled kernels in Triton's cache: path -> name."""
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
-    return sum(1 for _ in folder.rglob("*.cubin")) if folder.is_dir() else 0
+    return {str(file): file.stem for file in folder.rglob("*.cubin")} if folder.is_dir() else {}
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -107,7 +107,7 @@ def warmup(host: CommandHost, model: str, settings: Sequence[str]) -> None:
 
     if not torch.cuda.is_available():
         raise DeviceError("warmup: torch sees no GPU on this machine, and kernels compile for the GPU they run on")
-    began, before = time.monotonic(), cached_kernels()
+    began, before = time.monotonic(), len(cached_kernels())
     click.echo(f"opening {model}", err=True)
     with host.open_llm(model, {"accelerator": "nvidia_sm100", **given}) as llm:
         opened = time.monotonic() - began
@@ -115,6 +115,6 @@ def warmup(host: CommandHost, model: str, settings: Sequence[str]) -> None:
         with click.progressbar(wanted, label="running requests of every kind", file=sys.stderr) as bar:
             for batch in bar:
                 run(llm, batch)
-    after = cached_kernels()
+    after = len(cached_kernels())
     spent = time.monotonic() - began
     click.echo(f"{after - before} kernels compiled, {after} in the cache; {opened:.1f} s to open, {spent:.1f} s in all")

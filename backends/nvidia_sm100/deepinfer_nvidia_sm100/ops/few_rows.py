@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from .dependent import dependent, take_turn
+from .described_rows import describable, launch_described
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def few_rows_kernel(
 
 @attrs.frozen(kw_only=True)
 class Tile:
-    """One way to run the kernel."""
+    """One way to multiply. ``described``: by :mod:`.described_rows`, which for a gate takes no splits."""
 
     block_n: int
     block_m: int
@@ -138,6 +139,7 @@ class Tile:
     splits: int
     stages: int
     warps: int
+    described: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -166,6 +168,21 @@ def launch(
     if tile.splits > 1:
         partial = torch.empty((tile.splits, rows, columns), dtype=torch.float32, device=x.device)
     options = dependent(x)
+    if tile.described and describable(x) and describable(weight):
+        launch_described(
+            x,
+            weight,
+            bias,
+            out,
+            tile,
+            arrived,
+            partial,
+            gated=gated,
+            limit=limit,
+            options=options,
+            compile_only=compile_only,
+        )
+        return
     grid: Any = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
     run = functools.partial(few_rows_kernel.warmup, grid=grid) if compile_only else few_rows_kernel[grid]
     run(

@@ -14,7 +14,7 @@ import torch
 from deepinfer_core.api import BuildContext, GatedLinearRequest, LinearRequest, SwigluRequest, WeightPart
 
 from .few_rows import launch
-from .linear import Linear, PackedWeight
+from .linear import Linear, PackedWeight, few_tiles
 from .swiglu import Swiglu
 
 
@@ -35,6 +35,7 @@ class GatedLinear:
             width=request.width, limit=request.limit, dtype=request.dtype, device_type=request.device_type
         )
         self._linear = Linear(merged, context)
+        self._tiles = few_tiles(merged, context, "gated_linear")
         self._swiglu = Swiglu(activation, context)
         self._width = request.width
         self._limit = request.limit
@@ -45,7 +46,7 @@ class GatedLinear:
 
     def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, width]``, fresh memory."""
-        tile = self._linear.few_tile(x.shape[0])
+        tile = self._tiles.get(x.shape[0])
         if tile is None:
             return self._swiglu.run(self._linear.run(x, weight))
         out = torch.empty((x.shape[0], self._width), dtype=x.dtype, device=x.device)

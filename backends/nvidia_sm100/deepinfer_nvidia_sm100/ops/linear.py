@@ -55,6 +55,19 @@ def thumb(out_features: int, in_features: int, rows: int) -> Tile:
     return Tile(block_n=64, block_m=block_m, block_k=128, splits=splits, stages=4, warps=4)
 
 
+def few_tiles(request: LinearRequest, context: BuildContext, section: str = "linear") -> dict[int, Tile | None]:
+    """Tiles of all numbers of rows for which they can be faster than cuBLAS; None where they were measured not to be.
+
+    ``section``: of the table (:mod:`..tables`).
+    """
+    own = None if context.settings is None else context.settings.table
+    tiles: dict[int, Tile | None] = {}
+    for rows in range(1, FEW + 1) if request.dtype != "float32" else ():
+        found = linear_tile(context.device, request.out_features, request.in_features, rows, own, section)
+        tiles[rows] = thumb(request.out_features, request.in_features, rows) if found == "thumb" else found
+    return tiles
+
+
 class _Linear:
     def __init__(self, request: LinearRequest, context: BuildContext) -> None:
         self._request = request
@@ -81,21 +94,12 @@ class Linear(_Linear):
 
     def __init__(self, request: LinearRequest, context: BuildContext) -> None:
         super().__init__(request, context)
-        narrow = request.dtype != "float32"
-        self._tiles: dict[int, Tile | None] = {}
-        for rows in range(1, FEW + 1) if narrow else ():
-            own = None if context.settings is None else context.settings.table
-            found = linear_tile(context.device, request.out_features, request.in_features, rows, own)
-            self._tiles[rows] = thumb(request.out_features, request.in_features, rows) if found == "thumb" else found
+        self._tiles = few_tiles(request, context)
 
     @property
     def arrived(self) -> torch.Tensor:
         """Zeros that the kernel counts with, for what runs in this operator's place."""
         return self._arrived
-
-    def few_tile(self, rows: int) -> Tile | None:
-        """The tile for this number of rows; None where cuBLAS multiplies."""
-        return self._tiles.get(rows)
 
     def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""

@@ -47,18 +47,23 @@ class Swiglu:
 
     def run(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``[M, 2*width]`` (gate first) -> ``[M, width]``, same dtype, fresh memory."""
-        gate_up = gate_up.contiguous()
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-        if out.numel():
-            swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](
-                gate_up,
-                out,
-                0.0 if self._limit is None else self._limit,
-                WIDTH=width,
-                BLOCK=BLOCK,
-                LIMITED=self._limit is not None,
-                num_warps=4,
-                **dependent(out),
-            )
-        return out
+        return activate(gate_up, self._limit)
+
+
+def activate(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """The operator's work, clamped at ``limit`` if there is one."""
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](
+            gate_up,
+            out,
+            0.0 if limit is None else limit,
+            WIDTH=width,
+            BLOCK=BLOCK,
+            LIMITED=limit is not None,
+            num_warps=4,
+            **dependent(out),
+        )
+    return out
