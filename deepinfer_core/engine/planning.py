@@ -46,6 +46,7 @@ from deepinfer_core.plugins import (
     claimed,
     load_plugins,
     resolve,
+    unproved,
 )
 
 from .block_size import fit_block_size
@@ -230,7 +231,7 @@ def make_plan(
         constraints=constraints,
         verifies_rows=all("spec_verify" in p.caps for p in _sampling_providers(choices, providers)),
         drafter=drafter,
-        objections=tuple(o.text for o in objections),
+        objections=(*(o.text for o in objections), *unproved(plan)),
         experts=experts,
         group=group,
     )

@@ -6,7 +6,7 @@ Reading order: discovery, selection, loader, registry, probe, choice, plan, tabl
 from .choice import check_slot, check_user_keys, choose
 from .claims import Kind, claimed, resolve
 from .discovery import Candidate, Discovery, discover
-from .explain import explain_plan
+from .explain import explain_plan, unproved
 from .failure import Failure
 from .loader import load_planned, load_plugins
 from .plan import plan_from_json, plan_to_json, verify_plan
@@ -44,5 +44,6 @@ __all__ = [
     "request_from_data",
     "request_to_data",
     "resolve",
+    "unproved",
     "verify_plan",
 ]

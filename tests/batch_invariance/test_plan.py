@@ -78,6 +78,24 @@ def test_explain_prints_the_proofs(tiny: Checkpoint) -> None:
     assert "proof" not in plain.stdout
 
 
+def test_a_claim_without_a_test_is_shown_as_one(tiny: Checkpoint) -> None:
+    """By a provider of somebody else, which the user asked for."""
+    ops = {"pointwise.rms_norm": ("false_plugin:blocked",)}
+    planned = plan(tiny, features__batch_invariant=True, plugins__paths=("false_plugin",), ops=ops)
+    rows = {row["slot"]: row["proof"] for row in explain_plan(planned.plan) if row["op"] == "pointwise.rms_norm"}
+    assert set(rows.values()) == {"batch_invariant: claimed, no test named"}
+    (objection,) = planned.objections
+    assert objection.startswith("features.batch_invariant: false_plugin:blocked claims batch_invariant for ")
+    assert all(slot in objection for slot in rows)
+    without = plan(tiny, plugins__paths=("false_plugin",), ops=ops)
+    assert not without.objections
+    assert not any(row["proof"] for row in explain_plan(without.plan))
+
+
+def test_what_is_installed_claims_nothing_without_a_test(tiny: Checkpoint) -> None:
+    assert not plan(tiny, features__batch_invariant=True).objections
+
+
 @pytest.mark.parametrize("label", sorted(f"{owner}:{p.name}" for owner, p in providers() if CAP in p.caps))
 def test_every_declared_proof_is_a_test(label: str) -> None:
     (proof,) = {p.proofs[CAP] for owner, p in providers() if f"{owner}:{p.name}" == label and CAP in p.caps}
