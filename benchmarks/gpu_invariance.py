@@ -189,7 +189,15 @@ def model(results: Results, options: argparse.Namespace) -> None:
     batches = (1, 32) if options.quick else BATCHES
     for mode, settings in MODES.items():
         paths = [*plugin_paths(), *([] if installed(PLUGIN) else [PLUGIN])]
-        engine = Engine(path, **{"plugins.paths": paths, "kv_cache.memory_fraction": 0.5, **settings})
+        engine = Engine(
+            path,
+            **{
+                "plugins.paths": paths,
+                "kv_cache.memory_fraction": 0.5,
+                "scheduling.max_running": batches[-1],
+                **settings,
+            },
+        )
         results.measure(f"graphs, {mode}", lambda e=engine: {"mode": e.llm.engine.planned.plan.facts["decode_graphs"]})
         results.measure(f"bits, {mode}", lambda e=engine: {"moved": moved(e.llm)})
         for batch in batches:
