@@ -44,22 +44,23 @@ class Tiles:
         tiles = self.cut(rows)
         if tiles == (rows,):
             return function(*map(_aligned, inputs))
+        if len(tiles) == 1:
+            return tuple(part[:rows] for part in function(*(_aligned(_filled(x, tiles[0])) for x in inputs)))
         results, start = [], 0
         for count in tiles or self.counts[:1]:
             results.append(function(*(_aligned(_filled(x[start : start + count], count)) for x in inputs)))
             start += count
-        if len(results) == 1:
+        if len(results) == 1:  # no rows at all
             return tuple(result[:rows] for result in results[0])
         return tuple(torch.cat(parts)[:rows] for parts in zip(*results, strict=True))
 
 
 def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
     """``[n, ...]`` with rows of zeros after it, ``[count, ...]``."""
-    if rows.shape[0] == count:
+    missing = count - rows.shape[0]
+    if not missing:
         return rows
-    filled = rows.new_zeros((count, *rows.shape[1:]))
-    filled[: rows.shape[0]] = rows
-    return filled
+    return torch.constant_pad_nd(rows, [0, 0] * (rows.ndim - 1) + [0, missing])
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
