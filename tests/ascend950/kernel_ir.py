@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from deepinfer_ascend950.kernels.compress import pool
 from deepinfer_ascend950.kernels.hyper_mix import coefficients, gates, weighted_sum
 from deepinfer_ascend950.kernels.index_scores import index_scores
 from deepinfer_ascend950.operators.hyper_mix import lanes
@@ -14,7 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HIDDEN, STREAMS, ROWS = 4096, 4, 32
-"""DeepSeek-V4-Flash: 4 streams of 4,096 channels, 24 rows padded to 32; an indexer of 64 heads of 128, rate 4."""
+"""DeepSeek-V4-Flash: 4 streams of 4,096 channels, 24 rows padded to 32; an indexer of 64 heads of 128, rate 4; entries
+of 512 channels, of 4 tokens with overlap and of 128 without."""
+POOL = {**dict.fromkeys(("value", "score"), "*fp32"), "rows": "*i64", "gap": "*fp32", "out": "*fp32"}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     "coefficients": (
         coefficients,
@@ -36,6 +39,8 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
         {"q": "*bf16", "k": "*bf16", "w": "*fp32", "table": "*i32", "out": "*fp32", "blocks": "i32"},
         {"H": 64, "D": 128, "N": 32},
     ),
+    "pool_overlap": (pool, POOL, {"RATE": 4, "OVERLAP": True, "HEAD_DIM": 512, "BLOCK": lanes(512)}),
+    "pool": (pool, POOL, {"RATE": 128, "OVERLAP": False, "HEAD_DIM": 512, "BLOCK": lanes(512)}),
 }
 
 

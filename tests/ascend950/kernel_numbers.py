@@ -8,12 +8,14 @@ from typing import Any
 
 import attrs
 import torch
+from deepinfer_ascend950.operators.compress import Compress
 from deepinfer_ascend950.operators.hyper_mix import HyperMix
 from deepinfer_ascend950.operators.index_topk import IndexTopK
 
 from ascend950.emulation import install
 from ascend950.test_ascend_adapters import context, step
-from deepinfer_core.api import HyperConnectionRequest, IndexTopKRequest
+from deepinfer_core.api import CompressRequest, HyperConnectionRequest, IndexTopKRequest, StepLayout
+from deepinfer_core.reference.compress import Compress as ReferenceCompress
 from deepinfer_core.reference.hyper_connection import HyperConnection
 from deepinfer_core.reference.index_topk import IndexTopK as Reference
 
@@ -62,6 +64,57 @@ def choose(lengths: list[tuple[int, int]], top_k: int, rate: int, ties: bool) ->
     return torch.equal(found, oracle.run(query.double(), weights, wide, oracle.plan(layout)))
 
 
+def pool(steps: list[list[tuple[int, int]]], rate: int, overlap: bool, head_dim: int, **rounding: Any) -> float:
+    """Largest error of an entry after all steps, relative to its row; NaN lies wherever nothing was written."""
+    request = CompressRequest(
+        cache_group="tail",
+        entry_group="entries",
+        entry="kv",
+        head_dim=head_dim,
+        rate=rate,
+        overlap=overlap,
+        dtype="float32",
+        cache_dtype="float32",
+        eps=1e-6,
+        rotary_dim=16,
+        theta=1e4,
+        max_positions=1024,
+        block_size=128,
+        **rounding,
+    )
+    ours = Compress(request, context())
+    oracle = ReferenceCompress(attrs.evolve(request, dtype="float64", cache_dtype="float64"), context())
+    last = step(steps[-1])
+    blocks, width = int(last.block_table.max()) + 1, head_dim * (2 if overlap else 1)
+    bias, norm = torch.randn(rate, width), torch.randn(head_dim)
+    found, expected = (
+        (
+            {name: torch.full((blocks, 128, width), torch.nan, dtype=dtype) for name in ("value", "score")},
+            {"kv": torch.full((blocks, 128 // rate, head_dim), torch.nan, dtype=dtype)},
+        )
+        for dtype in (torch.float32, torch.float64)
+    )
+    for lengths in steps:
+        layout = within(step(lengths), last)
+        value, gate = torch.randn(len(layout.positions), width), torch.randn(len(layout.positions), width) * 3
+        ours.run(value, gate, *found, ours.plan(layout, layout), bias, norm)
+        oracle.run(value.double(), gate.double(), *expected, oracle.plan(layout, layout), bias.double(), norm.double())
+    got, exact = found[1]["kv"].double(), expected[1]["kv"]
+    assert torch.equal(got.isnan(), exact.isnan())
+    written = ~exact.isnan().any(-1)
+    if not written.any():
+        return 0.0
+    return float(((got - exact)[written].abs().amax(-1) / exact[written].abs().amax(-1)).max())
+
+
+def within(layout: StepLayout, last: StepLayout) -> StepLayout:
+    """A step of the same requests, in the blocks that they hold in their last one."""
+    owner = torch.repeat_interleave(layout.cu_seqlens.diff().long())
+    table = last.block_table.long()
+    slots = table[owner, layout.positions // 128] * 128 + layout.positions % 128
+    return attrs.evolve(layout, block_table=last.block_table, slot_mapping=slots)
+
+
 def main() -> None:
     install()
     torch.manual_seed(int(sys.argv[1]))
@@ -73,6 +126,13 @@ def main() -> None:
     ):
         line: dict[str, Any] = {"case": f"mix-{tokens}-{streams}-{hidden}-{iterations}"}
         print(json.dumps({**line, "error": mix(tokens, streams, hidden, iterations, dtype)}), flush=True)
+    chunks = [[(3, 3), (130, 130), (1, 1)], [(2, 5), (1, 131), (6, 7)], [(20, 25), (3, 134), (1, 8)]]
+    for rate, overlap, head_dim in ((4, True, 128), (4, True, 192), (4, False, 64), (128, False, 512)):
+        print(
+            json.dumps({"case": f"pool-{rate}-{overlap}", "error": pool(chunks, rate, overlap, head_dim)}), flush=True
+        )
+    none = [[(1, 1), (2, 2)]]
+    print(json.dumps({"case": "no window closes", "error": pool(none, 4, True, 128)}), flush=True)
     for lengths, top_k, rate in (([(1, 3)], 4, 4), ([(1, 300), (3, 130)], 8, 4), ([(2, 9), (1, 128)], 64, 8)):
         for ties in (False, True):
             name = f"choose-{lengths}-{top_k}-{rate}-{ties}"

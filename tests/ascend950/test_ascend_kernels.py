@@ -18,7 +18,7 @@ import pytest
 from deepinfer_ascend950 import support
 from deepinfer_ascend950.capabilities import providers
 
-from deepinfer_core.api import HyperConnectionRequest, IndexTopKRequest
+from deepinfer_core.api import CompressRequest, HyperConnectionRequest, IndexTopKRequest
 
 HERE = Path(__file__).parent
 COMPILER, ADAPTER = "ascendnpu-ir==1.2.0", "triton-ascend==3.2.0"
@@ -45,7 +45,7 @@ def child(script: str, *arguments: str, **variables: str) -> str:
 def test_the_kernels_compute_what_the_reference_does() -> None:
     seed = secrets.randbits(31)
     lines = [json.loads(line) for line in child("kernel_numbers.py", str(seed), TRITON_INTERPRET="1").splitlines()]
-    assert len(lines) == 10
+    assert len(lines) == 15
     for line in lines:
         if "same" in line:
             assert line["same"], (line, seed)
@@ -70,9 +70,9 @@ def request_of(**changes: Any) -> IndexTopKRequest:
 
 def test_kernels_that_nobody_ran_on_the_device_win_no_choice_by_themselves() -> None:
     own = [provider for provider in providers() if provider.name.startswith("triton_")]
-    assert [provider.on_request for provider in own] == [True, True]
+    assert [provider.on_request for provider in own] == [True, True, True]
     mix = HyperConnectionRequest(streams=4, hidden=64, iterations=2, eps=1e-6, norm_eps=1e-6, dtype="bfloat16")
-    for verdict in (support.index_topk(request_of()), support.hyper_mix(mix)):
+    for verdict in (support.index_topk(request_of()), support.hyper_mix(mix), support.compress(pooling())):
         assert verdict
         assert verdict.reason == "not run on hardware"
 
@@ -89,6 +89,34 @@ def test_kernels_that_nobody_ran_on_the_device_win_no_choice_by_themselves() -> 
 )
 def test_the_index_kernel_says_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
     verdict = support.index_topk(request_of(**changes))
+    assert not verdict
+    assert reason in verdict.reason
+
+
+def pooling(**changes: Any) -> CompressRequest:
+    fields: dict[str, Any] = {
+        "cache_group": "tail",
+        "entry_group": "entries",
+        "entry": "kv",
+        "head_dim": 512,
+        "rate": 4,
+        "overlap": True,
+        "dtype": "bfloat16",
+        "cache_dtype": "bfloat16",
+        "eps": 1e-6,
+        "rotary_dim": 64,
+        "theta": 1e4,
+        "max_positions": 1024,
+        "block_size": 128,
+    }
+    return CompressRequest(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"head_dim": 96}, "head_dim is 96"), ({"dtype": "float64"}, "dtype is float64")]
+)
+def test_the_pooling_kernel_says_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
+    verdict = support.compress(pooling(**changes))
     assert not verdict
     assert reason in verdict.reason
 
@@ -174,7 +202,7 @@ def unified_buffer(ir: str) -> int:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_the_chip_within_its_unified_buffer(compiled: dict[str, str]) -> None:
     used = {name: unified_buffer(ir) for name, ir in compiled.items()}
-    assert set(used) == {"coefficients", "gates", "weighted_sum", "index_scores"}
+    assert set(used) == {"coefficients", "gates", "weighted_sum", "index_scores", "pool", "pool_overlap"}
     for name, size in used.items():
         assert 0 < size <= UNIFIED_BUFFER, used
         assert f'"UB_SIZE", {UNIFIED_BUFFER * 8}' in compiled[name]  # bits, as the compiler's own table has them
@@ -183,5 +211,5 @@ def test_every_kernel_compiles_for_the_chip_within_its_unified_buffer(compiled: 
 @pytest.mark.slow
 def test_the_products_of_the_index_kernel_run_on_the_cube(compiled: dict[str, str]) -> None:
     assert "mma_tile_bfloat16_t_to_float" in compiled["index_scores"]
-    for name in ("coefficients", "gates", "weighted_sum"):
+    for name in ("coefficients", "gates", "weighted_sum", "pool", "pool_overlap"):
         assert "mma_tile" not in compiled[name]

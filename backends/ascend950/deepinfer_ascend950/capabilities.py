@@ -56,6 +56,12 @@ NATIVE = {
         checked=KERNEL,
         refused="heads, head_dim or entries a block that are no power of two from 16; no triton-ascend",
     ),
+    "attention.compress:triton_compress": Native(
+        operator="own Triton kernel (pooling), npu_rms_norm, npu_rotary_mul; only when asked for",
+        named=None,
+        checked=KERNEL,
+        refused="head_dim no multiple of 64, float64; no triton-ascend",
+    ),
     "pointwise.hyper_connection:triton_mix": Native(
         operator="own Triton kernels (mix), npu_mhc_post (merge); only when asked for",
         named=None,
@@ -72,7 +78,10 @@ REFERENCE = {
     "attention.sparse": (
         "npu_sparse_flash_attention reads one paged pool; window rows and entries lie in two, each with its own choice"
     ),
-    "attention.compress": "torch_npu has no such operator",
+    "moe.expert_parallel": (
+        "torch's collectives, which torch_npu has over HCCL; npu_moe_distribute_dispatch_v2 wants several devices to be "
+        "tried on"
+    ),
     "moe.route": (
         "npu_moe_gating_top_k scores by softmax or sigmoid alone, and does not say whether it normalises, nor which "
         "expert wins a tie"

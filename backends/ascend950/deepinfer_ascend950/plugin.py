@@ -55,6 +55,7 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
             _provider(
                 "triton_index", "attention.index_topk", "index_topk:IndexTopK", support.index_topk, KV_CAPS, True
             ),
+            _provider("triton_compress", "attention.compress", "compress:Compress", support.compress, KV_CAPS, True),
             _provider("fused_infer", "attention.paged", "paged_attention:PagedAttention", support.paged, KV_CAPS),
         ],
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from deepinfer_core.api import (
     BatchedLinearRequest,
+    CompressRequest,
     GroupedLinearRequest,
     HyperConnectionRequest,
     IndexTopKRequest,
@@ -139,6 +140,16 @@ def index_topk(request: IndexTopKRequest) -> Supports:
             return no(f"{name} is {size}; the kernel takes powers of two from {TILE}")
     if request.cache_dtype != request.dtype:
         return no(f"cache_dtype is {request.cache_dtype}, dtype {request.dtype}; the kernel wants one for both")
+    verdict = _dtype(request, FLOATS, "dtype")
+    return yes(SCORE, "not run on hardware") if verdict else verdict
+
+
+def compress(request: CompressRequest) -> Supports:
+    """The own kernel: whole vectors of 64 lanes."""
+    if missing := _no_triton():
+        return missing
+    if request.head_dim % LANES:
+        return no(f"head_dim is {request.head_dim}; the kernel takes multiples of {LANES}")
     verdict = _dtype(request, FLOATS, "dtype")
     return yes(SCORE, "not run on hardware") if verdict else verdict
 
