@@ -79,7 +79,8 @@ REFERENCE = {
         "npu_sparse_flash_attention reads one paged pool; window rows and entries lie in two, each with its own choice"
     ),
     "moe.expert_parallel": (
-        "torch's collectives, which torch_npu has over HCCL; npu_moe_distribute_dispatch_v2 wants several devices to be tried"
+        "torch's collectives, which torch_npu has over HCCL; npu_moe_distribute_dispatch_v2 is not used, since only "
+        "several devices could try it"
     ),
     "moe.route": (
         "npu_moe_gating_top_k scores by softmax or sigmoid alone, and does not say whether it normalises, nor which "
