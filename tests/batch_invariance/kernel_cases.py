@@ -19,6 +19,7 @@ from deepinfer_core.api import (
     LinearRequest,
     MoeExchangeRequest,
     OpRequest,
+    PlanError,
     RmsNormRequest,
     SamplingRequest,
 )
@@ -94,6 +95,41 @@ def test_gemm(inner: int, out: int, bias: bool, dtype: str) -> None:
         assert same_bits(op.run(x[row : row + 1], weight)[0], whole[row]), row
     assert op.run(x[:0], weight).shape == (0, out)
     assert torch.equal(op.run(x.T.contiguous().T, weight), whole)
+
+
+@pytest.mark.skipif(HARDWARE, reason="plants another order of adding into the interpreter")
+def test_a_tile_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = LinearRequest(
+        in_features=70, out_features=20, bias=False, dtype="bfloat16", out_dtype="float32", weight_dtype="bfloat16"
+    )
+    op, x, part = triton_gemm.FixedTileLinear(request, HERE), here(40, 70, dtype="bfloat16"), here(20, 70, seed=1)
+
+    def backwards(builder: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
+        """Tiles of 16 rows add up from the end of a step."""
+        if a.data.shape[0] == 16:
+            a.data, b.data = a.data[:, ::-1], b.data[::-1]
+        return in_order(builder, a, b, total)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", backwards)
+    weight = op.prepare([part])
+    assert [tile.m for tile in op._tiles] == [tile.m for tile in triton_gemm.NARROW if tile.m != 16]
+    assert same_bits(op.run(x[:1], weight), op.run(x, weight)[:1])
+
+
+@pytest.mark.skipif(HARDWARE, reason="plants sums that depend on a row's place into the interpreter")
+def test_a_device_that_moves_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = LinearRequest(
+        in_features=70, out_features=20, bias=False, dtype="float32", out_dtype="float32", weight_dtype="float32"
+    )
+
+    def by_place(builder: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
+        found = in_order(builder, a, b, total)
+        found.data[1::2] *= np.float32(1 + 2**-20)
+        return found
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", by_place)
+    with pytest.raises(PlanError, match="gemm of 70 to 20 channels"):
+        triton_gemm.FixedTileLinear(request, HERE).prepare([here(20, 70)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

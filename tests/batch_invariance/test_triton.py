@@ -38,6 +38,12 @@ def test_gemm(report: str) -> None:
     check(report, "test_gemm", 10 if ON_HARDWARE else 6)
 
 
+@pytest.mark.skipif(ON_HARDWARE, reason="what is planted is planted into the interpreter")
+def test_what_moves_bits_is_not_used(report: str) -> None:
+    check(report, "test_a_tile_of_other_bits_is_not_used", 1)
+    check(report, "test_a_device_that_moves_rows_is_refused", 1)
+
+
 def test_norm(report: str) -> None:
     check(report, "test_norm", 8 if ON_HARDWARE else 6)
 
