@@ -160,9 +160,9 @@ class TestDemo:
         check(demo(), probes_of(self.prompt, 5), [Scenario(name="chunks", settings=chunked, batches=(1, 7))])
 
     @pytest.mark.slow
-    def test_every_kind_of_company(self) -> None:
-        chosen = scenarios(PROMPT, OUT, large=True, more=MORE)
-        check(demo(), probes_of(self.prompt), chosen)
+    @pytest.mark.parametrize("scenario", scenarios(PROMPT, OUT, large=True, more=MORE), ids=lambda s: s.name)
+    def test_every_kind_of_company(self, scenario: Scenario) -> None:
+        check(demo(), probes_of(self.prompt), [scenario])
 
     @pytest.mark.slow
     def test_scoring_an_output_gives_its_tokens(self) -> None:
