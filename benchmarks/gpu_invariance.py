@@ -181,7 +181,7 @@ def context() -> Any:
 
 def model(results: Results, options: argparse.Namespace) -> None:
     """Milliseconds of a decode step, and tokens a second of prompts, in each mode."""
-    from gpu_engine import QUICK, Engine, checkpoint
+    from gpu_engine import PROMPT, QUICK, Engine, checkpoint
 
     began = time.monotonic()
     path = checkpoint(options.checkpoint, QUICK)
@@ -201,7 +201,7 @@ def model(results: Results, options: argparse.Namespace) -> None:
         results.measure(f"graphs, {mode}", lambda e=engine: {"mode": e.llm.engine.planned.plan.facts["decode_graphs"]})
         results.measure(f"bits, {mode}", lambda e=engine: {"moved": moved(e.llm)})
         for batch in batches:
-            results.measure(f"decode {batch}, {mode}", lambda b=batch, e=engine: e.step_ms(b))
+            results.measure(f"decode {batch}, {mode}", lambda b=batch, e=engine: e.step_ms([PROMPT] * b))
         results.measure(f"prefill, {mode}", lambda e=engine: {"tokens_per_second": e.prefill(4, 2048)})
         print({key: value for key, value in results.entries.items() if key.endswith(f", {mode}")}, flush=True)
         engine.close()

@@ -42,7 +42,7 @@ NARROW_STEP, WIDE_STEP = 64, 32
 """Along K, for elements of two bytes and of four."""
 MANY = 1 << 62
 NARROW = (
-    Tile(rows=16, m=16, n=128, warps=4, stages=4, spread=True),
+    Tile(rows=32, m=16, n=128, warps=4, stages=4, spread=True),
     Tile(rows=256, m=64, n=128, warps=4, stages=4, spread=True),
     Tile(rows=MANY, m=128, n=128, warps=8, stages=3, spread=False),
 )
