@@ -1,4 +1,4 @@
-"""Kernels whose tiles and whose order of adding are the same for every number of rows.
+"""Kernels whose order of adding is the same for every number of rows.
 
 For any device that Triton compiles for; tried in Triton's interpreter and on an H200.
 """
