@@ -1,13 +1,14 @@
 """Structured output: masks, compilation, throughput beside unconstrained text, and tokens that need no step.
 
-    python benchmarks/structured_output.py [--quick] [--json] [--only masks,compile,throughput,jump] [--threads N]
+    python benchmarks/structured_output.py [--quick] [--json] [--only masks,compile,throughput,wide,jump] [--threads N]
 
 Masks: one row for each request, over a synthetic byte-level vocabulary of 129,280 tokens, in the middle of a nested
-JSON document; both libraries, fed the same documents. Compile: the schemas of ``random_schemas`` in the tests over the
-same vocabulary. Throughput: the demo model (SmolLM2-135M) writes the same number of tokens free and as JSON, with
-forced tokens drawn one by one so that both take the same steps; pairs of runs alternate, the ratio is the median over
-pairs; ``hidden`` is the share of mask time during which the forward pass ran. Jump: model steps for a schema with long
-keys, with and without jumping forward. Run it on an idle machine.
+JSON document; both libraries, fed the same documents. Compile: schemas that people wrote and ones made at random, both
+of the tests, over the same vocabulary. Throughput: the demo model (SmolLM2-135M) writes the same number of tokens free
+and as JSON, greedy and drawn, with forced tokens drawn one by one so that both take the same steps; pairs of runs
+alternate, the ratio is the median over pairs; ``hidden`` is the share of mask time during which the forward pass ran.
+Wide: the same, drawn from the best 50, on a model with 129,280 logits and random weights, with each library. Jump:
+model steps for a schema with long keys, with and without jumping forward. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from common import finish, machine, print_table
+from widemodel import WIDTH, synthetic_vocabulary, wide_checkpoint
 
 from deepinfer_core.api import ConstraintSpec, MaskJob, Vocabulary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "structured_output"))
 from random_schemas import random_schema
+from real_schemas import real_schemas
 
-PARTS = ("masks", "compile", "throughput", "jump")
+PARTS = ("masks", "compile", "throughput", "wide", "jump")
 LIBRARIES = ("llguidance", "xgrammar")
-WIDTH = 129_280
 
 DOCUMENT_SCHEMA = {
     "type": "object",
@@ -77,48 +81,8 @@ LONG_KEYS = {
 }
 LONG_KEYS["required"] = list(LONG_KEYS["properties"])  # type: ignore[arg-type]
 ENDLESS = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 500}
-
-
-def synthetic_tokens(count: int = WIDTH) -> list[bytes]:
-    """All bytes, pieces of JSON and words of syllables, in the proportions of a large byte-level vocabulary."""
-    source = random.Random(0)
-    syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "on", "st")]
-    found = dict.fromkeys(bytes([byte]) for byte in range(256))
-    for piece in ('{"', '":', '": "', '", "', '"}', "},", '": ', '": [', '"],', "true", "false", "null", "  ", "\n"):
-        found.setdefault(piece.encode())
-    while len(found) < count - 1:
-        kind = source.random()
-        if kind < 0.85:
-            word = "".join(source.choice(syllables) for _ in range(source.randint(1, 4)))
-            text = (" " if source.random() < 0.5 else "") + (word.title() if source.random() < 0.2 else word)
-        elif kind < 0.92:
-            text = str(source.randrange(1000)) + source.choice(["", ",", ".", '"', "}"])
-        else:
-            text = "".join(chr(source.randint(0x4E00, 0x9FA5)) for _ in range(source.randint(1, 3)))
-        found.setdefault(text.encode())
-    return list(found)
-
-
-def synthetic_vocabulary() -> Vocabulary:
-    tokens = synthetic_tokens()
-    ids = {token: number for number, token in enumerate(tokens)}
-    longest = max(map(len, tokens))
-
-    def encode(text: str) -> list[int]:
-        data, out = text.encode(), []
-        while data:
-            size = next(n for n in range(min(longest, len(data)), 0, -1) if data[:n] in ids)
-            out.append(ids[data[:size]])
-            data = data[size:]
-        return out
-
-    return Vocabulary(
-        width=WIDTH,
-        read_tokens=lambda: [*tokens, b""],
-        special_ids=frozenset({WIDTH - 1}),
-        eos_token_ids=(WIDTH - 1,),
-        encode=encode,
-    )
+ENDLESS_FOR_BOTH = {"type": "array", "items": {"type": "string"}, "minItems": 500}
+"""xgrammar is not asked for lengths of strings."""
 
 
 def compiler(library: str, vocabulary: Vocabulary) -> Any:
@@ -188,12 +152,12 @@ def _accept(states: Sequence[Any], tokens: Sequence[int]) -> None:
 
 
 def compile_times(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds to compile each schema of the set, for the first time and from the cache."""
-    from deepinfer_core.api import InvalidRequestError
-    from deepinfer_core.engine.constraint_compile import CompilePool
-
+    """Milliseconds to compile each schema of the sets, for the first time and from the cache."""
     source = random.Random(7)
-    schemas = [random_schema(source)[0] for _ in range(40 if options.quick else 300)]
+    sets = {
+        "written by people": [one.schema for one in real_schemas()],
+        "made at random": [random_schema(source)[0] for _ in range(320)],
+    }
     vocabulary = synthetic_vocabulary()
     rows: list[tuple[Any, ...]] = []
     result: dict[str, Any] = {}
@@ -202,77 +166,153 @@ def compile_times(options: argparse.Namespace) -> dict[str, Any]:
 
         one = GrammarCompiler(LIBRARIES if library == "routed" else (library,), None, vocabulary)
         one.compile(schema_spec({"type": "boolean"}))  # the vocabulary is prepared once
-        times, refused = [], 0
-        for schema in schemas:
-            start = time.perf_counter()
-            try:
-                one.compile(schema_spec(schema))
-            except InvalidRequestError:
-                refused += 1
-            else:
-                times.append(1e3 * (time.perf_counter() - start))
-        pool = CompilePool(lambda one=one: one, threads=1, cache_bytes=1 << 30, grammar_bytes=1 << 30)
-        cached = schema_spec({"type": "boolean"})
-        while not pool.submit(cached).done:
-            time.sleep(0.001)
-        hit = milliseconds(lambda pool=pool, cached=cached: [pool.submit(cached) for _ in range(1000)])
-        pool.close()
-        found = percentiles(times)
-        rows.append((library, len(times), refused, found["p50"], found["p90"], found["p99"], found["max"], hit))
-        result[library] = {"compiled": len(times), "refused": refused, "ms": found, "cache_hit_us": hit}
-    print_table(("library", "schemas", "refused", "p50 ms", "p90", "p99", "max", "cache hit us"), rows)
+        if library == "routed":
+            one.compile(ConstraintSpec(kind="ebnf", text='root ::= "a"'))
+        hit = _cache_hit(one)
+        for name, schemas in sets.items():
+            # Some schemas of people take xgrammar many seconds: every eighth is enough to show it.
+            few = options.quick or (library == "xgrammar" and name == "written by people")
+            times, refused = _compiled(one, schemas[::8] if few else schemas)
+            found = percentiles(times)
+            rows.append((library, name, len(times), refused, *(found[k] for k in ("p50", "p90", "p99", "max")), hit))
+            result[f"{library}, {name}"] = {
+                "compiled": len(times),
+                "refused": refused,
+                "ms": found,
+                "cache_hit_us": hit,
+            }
+    print_table(("library", "schemas", "compiled", "refused", "p50 ms", "p90", "p99", "max", "cache hit us"), rows)
     return result
+
+
+def _compiled(one: Any, schemas: Sequence[Any]) -> tuple[list[float], int]:
+    """Milliseconds of each that is compiled; how many are refused."""
+    from deepinfer_core.api import InvalidRequestError
+
+    times, refused = [], 0
+    for schema in schemas:
+        spec = schema_spec(schema)
+        start = time.perf_counter()
+        try:
+            one.compile(spec)
+        except InvalidRequestError:
+            refused += 1
+        else:
+            times.append(1e3 * (time.perf_counter() - start))
+    return times, refused
+
+
+def _cache_hit(one: Any) -> float:
+    """Microseconds to find a compiled grammar again."""
+    from deepinfer_core.engine.constraint_compile import CompilePool
+
+    pool = CompilePool(lambda: one, threads=1, cache_bytes=1 << 30, grammar_bytes=1 << 30)
+    cached = schema_spec({"type": "boolean"})
+    while not pool.submit(cached).done:
+        time.sleep(0.001)
+    hit = milliseconds(lambda: [pool.submit(cached) for _ in range(1000)])
+    pool.close()
+    return hit
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Decode throughput with a grammar over that without, on the demo model."""
-    from deepinfer_core import LLM, SamplingParams
-
-    tokens, pairs = (12, 2) if options.quick else (48, 5)
+    tokens, pairs = (12, 2) if options.quick else (32, 5)
     rows: list[tuple[Any, ...]] = []
     result: dict[str, Any] = {}
-    for batch in (8,) if options.quick else (1, 8, 32):
-        settings = {"logging.progress": False, "scheduling.max_running": batch, "structured_outputs.jump_forward": 0}
-        with LLM("demo", accelerator="cpu", config={**settings, "kv_cache.prefix_cache": False}) as llm:
-            watch = _MaskWatch(llm)
-            prompts = [f"Item {i}: " for i in range(batch)]
-            common = {"max_tokens": tokens, "seed": 1, "ignore_eos": True}
-            free = SamplingParams(**common)
-            bound = SamplingParams(**common, structured_outputs={"json": ENDLESS})
-            llm.generate(prompts, bound, progress=False)
-            ratios, seconds = [], {"free": [], "json": []}
-            for _ in range(pairs):
-                for name, params in (("free", free), ("json", bound)):
-                    outputs: list[Any] = []
-                    watch.on = name == "json"
-                    spent = milliseconds(
-                        lambda p=params, o=outputs, t=prompts: o.extend(llm.generate(t, p, progress=False))
-                    )
-                    assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
-                    seconds[name].append(spent / tokens)
-                ratios.append(seconds["free"][-1] / seconds["json"][-1])
-            found = {
-                "ratio": statistics.median(ratios),
-                "free_ms_per_step": statistics.median(seconds["free"]),
-                "json_ms_per_step": statistics.median(seconds["json"]),
-                "mask_ms_per_step": watch.filling / max(1, watch.steps),
-                "hidden": 1 - watch.waiting / max(watch.filling, 1e-9),
-            }
-        rows.append((batch, *found.values()))
-        result[f"batch_{batch}"] = found
-    print_table(("batch", "json / free", "free ms/step", "json ms/step", "mask ms/step", "hidden"), rows)
+    with _engine("demo", 32) as (llm, watch):
+        for batch in (32,) if options.quick else (1, 8, 32):
+            for temperature in (0.0, 1.0):
+                drawn = {"temperature": temperature}
+                found = _beside_free(llm, watch, batch, drawn, ENDLESS, tokens, pairs)
+                rows.append((batch, temperature, *found.values()))
+                result[f"batch_{batch}_temperature_{temperature:g}"] = found
+    print_table(("batch", "temperature", *_COLUMNS), rows)
     return result
 
 
+def wide(options: argparse.Namespace) -> dict[str, Any]:
+    """The same on a model with 129,280 logits and random weights, with each library."""
+    tokens, pairs = (4, 1) if options.quick else (12, 3)
+    rows: list[tuple[Any, ...]] = []
+    result: dict[str, Any] = {"weights": "random"}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = str(wide_checkpoint(Path(folder)))
+        for library in LIBRARIES:
+            with _engine(checkpoint, 128, f"structured_output:{library}") as (llm, watch):
+                for batch in (1, 8) if options.quick else (1, 8, 32, 128):
+                    found = _beside_free(llm, watch, batch, {"top_k": 50}, ENDLESS_FOR_BOTH, tokens, pairs)
+                    rows.append((library, batch, *found.values()))
+                    result[f"{library}_{batch}"] = found
+    print_table(("library", "batch", *_COLUMNS), rows)
+    return result
+
+
+_COLUMNS = ("json / free", "free ms/token", "json ms/token", "mask ms/step", "hidden")
+
+
+@contextmanager
+def _engine(model: str, batch: int, backend: str | None = None) -> Iterator[tuple[Any, _MaskWatch]]:
+    from deepinfer_core import LLM
+
+    settings: dict[str, Any] = {
+        "logging.progress": False,
+        "scheduling.max_running": batch,
+        "structured_outputs.jump_forward": 0,
+        "kv_cache.prefix_cache": False,
+        "model.max_model_len": 1024,
+        **({} if backend is None else {"structured_outputs.backend": backend}),
+    }
+    with LLM(model, accelerator="cpu", config=settings) as llm:
+        watch = _MaskWatch(llm)
+        try:
+            yield llm, watch
+        finally:
+            watch.close()
+
+
+def _beside_free(
+    llm: Any, watch: _MaskWatch, batch: int, drawn: dict[str, Any], schema: Any, tokens: int, pairs: int
+) -> dict[str, float]:
+    """Pairs of runs, free and as JSON. Milliseconds per token of one request: each step gives one to every request."""
+    from deepinfer_core import SamplingParams
+
+    prompts = [f"Item {i}: " for i in range(batch)]
+    common = {"max_tokens": tokens, "seed": 1, "ignore_eos": True, **drawn}
+    kinds = (
+        ("free", SamplingParams(**common)),
+        ("json", SamplingParams(**common, structured_outputs={"json": schema})),
+    )
+    llm.generate(prompts, kinds[1][1], progress=False)
+    watch.reset()
+    ratios, seconds = [], {"free": [], "json": []}
+    for _ in range(pairs):
+        for name, params in kinds:
+            watch.on = name == "json"
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params, progress=False)
+            seconds[name].append(1e3 * (time.perf_counter() - start) / tokens)
+            assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+        ratios.append(seconds["free"][-1] / seconds["json"][-1])
+    return {
+        "ratio": statistics.median(ratios),
+        "free_ms_per_token": statistics.median(seconds["free"]),
+        "json_ms_per_token": statistics.median(seconds["json"]),
+        "mask_ms_per_step": watch.filling / max(1, watch.steps),
+        "hidden": 1 - watch.waiting / max(watch.filling, 1e-9),
+    }
+
+
 class _MaskWatch:
-    """Counts milliseconds that masks were being filled, and that sampling waited for them."""
+    """Counts milliseconds that masks were being filled, and that sampling waited for them, while ``on``."""
 
     def __init__(self, llm: Any) -> None:
         from deepinfer_core.engine.constraint_masks import StepMasks
 
-        self.on, self.filling, self.waiting, self.steps = False, 0.0, 0.0, 0
+        self.on = False
+        self.reset()
         filler = llm.engine.core.constraints._filler
-        fill, wait = filler._fill, StepMasks.wait
+        fill, self._wait = filler._fill, StepMasks.wait
 
         def timed_fill(*arguments: Any) -> None:
             spent = milliseconds(lambda: fill(*arguments))
@@ -282,13 +322,21 @@ class _MaskWatch:
 
         def timed_wait(masks: StepMasks) -> Any:
             start = time.perf_counter()
-            found = wait(masks)
+            found = self._wait(masks)
             if self.on:
                 self.waiting += 1e3 * (time.perf_counter() - start)
             return found
 
         filler._fill = timed_fill
         StepMasks.wait = timed_wait  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self.filling, self.waiting, self.steps = 0.0, 0.0, 0
+
+    def close(self) -> None:
+        from deepinfer_core.engine.constraint_masks import StepMasks
+
+        StepMasks.wait = self._wait  # type: ignore[method-assign]
 
 
 def jump(options: argparse.Namespace) -> dict[str, Any]:
@@ -329,7 +377,7 @@ def main() -> None:
         options.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
-    runs = {"masks": masks, "compile": compile_times, "throughput": throughput, "jump": jump}
+    runs = {"masks": masks, "compile": compile_times, "throughput": throughput, "wide": wide, "jump": jump}
     result: dict[str, Any] = {"machine": machine()}
     for part in wanted:
         print(f"\n{part}", flush=True)
