@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Job:
     prompt: str
 
 
+@cache
 def all_jobs() -> list[Job]:
     """Every grammar at every temperature; schemas with bounds where they can have them, and judged by these too."""
     texts: list[tuple[str, Any, int]] = []
