@@ -61,11 +61,11 @@ def random_pattern(source: random.Random, depth: int = 3) -> tuple[str, str]:
 
 
 def patterns(count: int, seed: int = 0) -> list[tuple[str, tuple[str, ...]]]:
-    """Patterns with matching texts: the written ones, then random ones."""
+    """Different patterns with matching texts: the written ones, then random ones."""
     source = random.Random(seed)
-    made = []
-    while len(made) + len(WRITTEN) < count:
+    made = dict(WRITTEN)
+    while len(made) < count:
         pattern, text = random_pattern(source)
         if len(pattern) < 120 and len(text) < 60:
-            made.append((pattern, (text,)))
-    return [*WRITTEN, *made][:count]
+            made.setdefault(pattern, (text,))
+    return list(made.items())[:count]

