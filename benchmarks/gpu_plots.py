@@ -15,6 +15,10 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "h200"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 BATCHES = (1, 8, 64, 256)
+STAGES = ("before tuning", "tiles as measured", "regions", "tensor descriptors")
+"""Runs of the engine that the line of progress goes through; the last with descriptors for few rows too."""
+WITHOUT = {"tensor descriptors": ("decode 1", "decode 8")}
+"""What a run measured of tiles that are not in use."""
 INK, PALE, SECOND = "#1f5a99", "#c9d6e4", "#d1743c"
 WEIGHTS = {"qkv": "6144 × 2560", "attention_out": "2560 × 4096", "gate_up": "19456 × 2560", "down": "2560 × 9728"}
 
@@ -31,8 +35,9 @@ def entries(name: str) -> Mapping[str, Any]:
 
 
 def latest(key: str) -> Mapping[str, Any]:
-    """The entry of the last run that has it."""
-    found: Mapping[str, Any] = next(run[key] for run in reversed(runs().values()) if key in run)
+    """The entry of the last run that has it, with what is in use."""
+    used = {name: run for name, run in runs().items() if key in run and key not in WITHOUT.get(name, ())}
+    found: Mapping[str, Any] = list(used.values())[-1][key]
     return found
 
 
@@ -50,7 +55,7 @@ def steps(axes: Any) -> None:
 
 def progress(axes: Any) -> None:
     """Share of the floor, from change to change; the floor of a run without one is that of the last."""
-    names = [name for name, run in runs().items() if "decode 1" in run and "decode 64" in run]
+    names = [name for name in STAGES if name in runs()]
     for batch, color in ((1, INK), (64, SECOND)):
         key = f"decode {batch}"
         shares = [runs()[n][key].get("of_floor", latest(key)["floor_ms"] / runs()[n][key]["ms"]) for n in names]

@@ -22,6 +22,8 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows that are measured; one between two takes the tile of the larger."""
 SHARED_BYTES = 220_000
 SPLITS = (1, 2, 4, 8)
+NOT_DESCRIBED = 32
+"""Rows up to which tiles by tensor descriptors made whole steps slower, though not their products by themselves."""
 DESCRIBED = ((64, 128, 5, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 5, 4), (256, 128, 3, 8))
 """Of tiles that tensor descriptors bring: rows and columns of a block, most stages, warps."""
 MARGIN = 1.03
@@ -51,7 +53,7 @@ def candidates(rows: int) -> Iterator[Tile]:
             tile = Tile(block_n=block_n, block_m=block_m, block_k=block_k, splits=splits, stages=stages, warps=warps)
             if tile.shared_bytes <= SHARED_BYTES:
                 yield tile
-    for block_n, block_k, most, warps in DESCRIBED:
+    for block_n, block_k, most, warps in DESCRIBED if rows > NOT_DESCRIBED else ():
         stages = min(most, SHARED_BYTES // (2 * block_k * (block_n + block_m)))
         for splits in SPLITS[:2] if stages > 1 else ():
             yield Tile(
