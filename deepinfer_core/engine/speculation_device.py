@@ -203,9 +203,16 @@ class DraftRuntime:
         plan = ran.plan
         turn = plan.turn
         assert turn is not None
+        self._pending = None
+        if not turn.propose and not plan.drafts:
+            self._behind[plan.slots] = turn.caps
+            try:
+                self.drafter.absorb(self._idle_step(ran))
+            except Exception:
+                self._failed()
+            return None
         accepted = accepted_drafts(plan, ran.tokens)
         self._behind[plan.slots] = turn.caps - accepted
-        self._pending = None
         try:
             step, chosen = self._step(ran, turn, accepted)
             self.drafter.absorb(step)
@@ -213,9 +220,43 @@ class DraftRuntime:
                 return None
             return self._keep(self.drafter.propose(step), plan.slots[chosen], step.host_anchors)
         except Exception:
-            self.failures += 1
-            log.exception("drafter raised", call="absorb or propose")
+            self._failed()
             return None
+
+    def _failed(self) -> None:
+        self.failures += 1
+        log.exception("drafter raised", call="absorb or propose")
+
+    def _idle_step(self, ran: TargetRows) -> DraftStep:
+        """A step that drafts for nobody."""
+
+        def refuse(*_: Any) -> Any:
+            raise RuntimeError("no request to draft for: this step has slots of length 0")
+
+        return DraftStep(
+            state=self._state,
+            slots=self._nobody,
+            anchors=self._nobody,
+            host_anchors=np.zeros(0, np.int64),
+            depth=self.depth,
+            rows=self._rows(ran),
+            next_tokens=lambda: self._next_tokens(ran),
+            taps=ran.taps,
+            last_rows=self._nobody,
+            block=refuse,
+            choose=refuse,
+        )
+
+    def _rows(self, ran: TargetRows) -> ModelBatch | None:
+        if not self._caches or ran.batch is None:
+            return None
+        return self._batch(ran.batch.token_ids, ran.batch.layouts)
+
+    def _next_tokens(self, ran: TargetRows) -> torch.Tensor:
+        """The token after each row of the target's, ``[T]`` int64."""
+        history, upload = self._state.history, self.device.upload
+        following = np.minimum(ran.inputs.positions + 1, history.shape[1] - 1)
+        return history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64)
 
     def _step(self, ran: TargetRows, turn: DraftTurn, accepted: Array) -> tuple[DraftStep, Array]:
         plan, upload = ran.plan, self.device.upload
@@ -242,21 +283,14 @@ class DraftRuntime:
         def choose(scores: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             return self._choose(scores, j, ran.active, slots, device_anchors, int(anchors.max()), rejects)
 
-        def next_tokens() -> torch.Tensor:
-            following = np.minimum(ran.inputs.positions + 1, state.history.shape[1] - 1)
-            return state.history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64)
-
-        rows = None
-        if self._caches and ran.batch is not None:
-            rows = self._batch(ran.batch.token_ids, ran.batch.layouts)
         step = DraftStep(
             state=state,
             slots=slots,
             anchors=device_anchors,
             host_anchors=anchors,
             depth=self.depth,
-            rows=rows,
-            next_tokens=next_tokens,
+            rows=self._rows(ran),
+            next_tokens=lambda: self._next_tokens(ran),
             taps=ran.taps,
             last_rows=last_rows,
             block=block,

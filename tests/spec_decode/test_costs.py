@@ -50,14 +50,14 @@ def test_measuring_stops_when_time_or_memory_ends() -> None:
     assert [r for r, _ in measure_table(measure, [1, 2, 64], 1e9, lambda: now[0])] == [1, 2]
 
 
-def test_longer_contexts_are_learned() -> None:
+def test_steps_of_one_size_scale_all() -> None:
     costs = StepCosts([(1, 1.0), (8, 2.0)])
     for _ in range(20):
-        costs.observe(cost(4, float(costs.measured(np.array([4]))[0]) + 0.4))
-    assert costs.slope == pytest.approx(0.1)
-    assert at(costs, 8) == pytest.approx([2.8])
-    costs.observe(cost(100, 50.0, decode=False))
-    assert costs.slope == pytest.approx(0.1)
+        costs.observe(cost(4, 1.5 * float(costs.measured(np.array([4]))[0])))
+    assert at(costs, 1, 8) == pytest.approx([1.5, 3.0])
+    for _ in range(20):
+        costs.observe(cost(100, 50.0, decode=False))
+    assert at(costs, 1, 8) == pytest.approx([1.5, 3.0])
 
 
 @pytest.mark.parametrize(("factor", "slope"), [(1.7, 0.0), (1.0, 0.2), (2.0, 0.1), (0.8, 0.0)])
@@ -85,7 +85,8 @@ def test_more_rows_are_never_credited() -> None:
 def test_drafting_costs_what_it_cost_last() -> None:
     costs = StepCosts([(1, 1.0)])
     assert costs.drafting(3) == 0.0
-    for seconds in (0.1, 0.2, 0.3, 5.0, 0.2):
+    for seconds in (9.0, 0.1, 0.2, 0.3, 5.0, 0.2):
+        assert costs.drafting(3) < 1.0  # the first time does not count
         costs.observe(cost(4, 1.0, seconds, 3))
     assert costs.drafting(3) == 0.2
     assert costs.drafting(4) == 0.2
@@ -93,8 +94,8 @@ def test_drafting_costs_what_it_cost_last() -> None:
 
 def test_drafting_for_other_numbers_scales_as_steps_do() -> None:
     costs = StepCosts([(1, 1.0), (4, 2.0), (16, 8.0)])
-    costs.observe(cost(4, 2.0, 0.5, 4))
-    costs.observe(cost(1, 1.0, 0.3, 1))
+    for rows, seconds in ((2, 9.0), (4, 0.5), (1, 0.3)):
+        costs.observe(cost(rows, 1.0, seconds, rows))
     assert costs.drafting(5) == pytest.approx(0.5 * 2.5 / 2.0)
     assert costs.drafting(16) == pytest.approx(0.5 * 8.0 / 2.0)
     assert costs.drafting(1) == 0.3

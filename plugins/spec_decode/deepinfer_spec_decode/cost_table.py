@@ -56,7 +56,7 @@ class StepCosts:
     with more rows: a size that took longer than a larger one was disturbed, and costs at most what that one does.
     What steps really take corrects it: a factor where all are slower, as beside other work, and seconds for each row,
     since contexts are longer than those of the measurement. Steps of one size alone cannot tell them apart: then it is
-    the rows. ``version`` counts what was learned.
+    the factor, which leaves open what more rows cost over fewer. ``version`` counts what was learned.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
@@ -69,6 +69,7 @@ class StepCosts:
         self._counts: dict[int, int] = {}
         self._medians: dict[int, float] = {}
         self._drafts: dict[int, deque[float]] = {}
+        self._drafted = False
         self._factor, self._slope = 1.0, 0.0
         self.version = 0
 
@@ -88,7 +89,7 @@ class StepCosts:
         return cost
 
     def drafting(self, requests: int) -> float:
-        """Seconds of drafting for so many requests: the median of the last times, 0 before any.
+        """Seconds of drafting for so many requests: the median of the last times, 0 before the second.
 
         Where there are none for just so many, those of the nearest number, scaled as the target's own steps scale.
         """
@@ -107,7 +108,9 @@ class StepCosts:
 
     def observe(self, cost: VerifyCost) -> None:
         """Learn from a step. Steps with prompt rows tell nothing about rows that decode."""
-        if cost.drafted:
+        if cost.drafted and not self._drafted:
+            self._drafted = True  # the first time also builds what later ones find built
+        elif cost.drafted:
             self._drafts.setdefault(cost.drafted, deque(maxlen=DRAFT_SAMPLES)).append(cost.draft_seconds)
             self.version += 1
         if not cost.decode or cost.rows == 0:
@@ -126,7 +129,7 @@ class StepCosts:
         plain = self.measured(rows)
         found = np.array([self._medians[int(r)] for r in rows])
         if len(rows) == 1:
-            return 1.0, float((found - plain)[0] / rows[0])
+            return max(float(found[0] / plain[0]), LEAST_SHARE), 0.0
         share, ratio = rows / plain, found / plain
         spread = float(((share - share.mean()) ** 2).sum())
         slope = float(((share - share.mean()) * (ratio - ratio.mean())).sum()) / spread if spread else 0.0

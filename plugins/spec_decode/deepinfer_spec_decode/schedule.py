@@ -48,7 +48,9 @@ class ConfidenceSchedule:
 
     def _costs_began(self, costs: StepCosts) -> None:
         self.costs = costs
-        self._answer: tuple[tuple[int, int, int], bool] | None = None
+        self._asked: tuple[int, int, int] | None = None
+        self._answer = True
+        self._pause = 0  # steps before a probe
 
     def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
         directory = cache_directory(self._settings.cost_cache)
@@ -75,7 +77,7 @@ class ConfidenceSchedule:
             return True
         if self._probe == 0:
             self._idle += 1
-            if self._idle < self._pause(requests):
+            if self._idle < self._pause:
                 return False
             self._idle, self._probe = 0, -(-PROBED // requests)
         self._probe -= 1
@@ -102,13 +104,11 @@ class ConfidenceSchedule:
         if not self._seen:
             return True
         asked = (requests, self._learned, self.costs.version)
-        if self._answer is None or self._answer[0] != asked:
+        if self._asked != asked:
             drafting = self.costs.drafting(requests)
-            self._answer = asked, gain(np.concatenate(self._seen), requests, self.costs, drafting) > 1.0
-        return self._answer[1]
-
-    def _pause(self, requests: int) -> int:
-        """Steps before a probe."""
-        step = float(self.costs(np.array([requests]))[0])
-        cost = self.costs.drafting(requests) * -(-PROBED // requests)
-        return max(self._settings.probe_steps, math.ceil(cost / (PROBE_SHARE * max(step, 1e-9))))
+            self._asked = asked
+            self._answer = gain(np.concatenate(self._seen), requests, self.costs, drafting) > 1.0
+            step = float(self.costs(np.array([requests]))[0])
+            probe = drafting * -(-PROBED // requests)
+            self._pause = max(self._settings.probe_steps, math.ceil(probe / (PROBE_SHARE * max(step, 1e-9))))
+        return self._answer
