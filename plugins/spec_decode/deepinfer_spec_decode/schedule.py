@@ -20,13 +20,10 @@ Array = np.ndarray[Any, Any]
 
 SECONDS_TO_MEASURE = 4.0
 
-REMEMBERED = 16
+REMEMBERED = 8
 """Drafts that are remembered at least: what is expected of the next ones."""
 
-PROBED = 4
-"""Drafts of a probe, in as many steps as that takes."""
-
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.01
 """Of the time, at most, is spent on probes."""
 
 
@@ -35,13 +32,12 @@ class ConfidenceSchedule:
 
     Whether to draft at all is asked of what was drafted lately: the survival of those drafts, for as many requests as
     there are now, against the cost of verifying and of drafting. While that does not pay, a probe now and then finds
-    out whether the text has become easier.
+    out whether the text has become easier: what was remembered is forgotten, so that the probe's drafts decide.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._idle = 0
-        self._probe = 0
         self._learned = 0
         self._seen: deque[Array] = deque()
         self._costs_began(StepCosts([(1, 1.0)]))
@@ -73,14 +69,13 @@ class ConfidenceSchedule:
 
     def drafts(self, requests: int) -> bool:
         if self._pays(requests):
-            self._idle = self._probe = 0
+            self._idle = 0
             return True
-        if self._probe == 0:
-            self._idle += 1
-            if self._idle < self._pause:
-                return False
-            self._idle, self._probe = 0, -(-PROBED // requests)
-        self._probe -= 1
+        self._idle += 1
+        if self._idle < self._pause:
+            return False
+        self._idle = 0
+        self._seen.clear()
         return True
 
     def allocate(self, survival: Array, caps: Array, total: int) -> Array:
@@ -109,6 +104,5 @@ class ConfidenceSchedule:
             self._asked = asked
             self._answer = gain(np.concatenate(self._seen), requests, self.costs, drafting) > 1.0
             step = float(self.costs(np.array([requests]))[0])
-            probe = drafting * -(-PROBED // requests)
-            self._pause = max(self._settings.probe_steps, math.ceil(probe / (PROBE_SHARE * max(step, 1e-9))))
+            self._pause = max(self._settings.probe_steps, math.ceil(drafting / (PROBE_SHARE * max(step, 1e-9))))
         return self._answer

@@ -18,7 +18,7 @@ class Settings:
         record_file: append what became of every draft to this file, as JSON lines (``calibrate-drafter`` reads them).
         cost_cache: directory of measured cost tables; "": the user's cache directory; "off": measure at each start.
         cost_cache_hours: age at which a cached table is measured again.
-        probe_steps: while verifying does not pay, draft again after so many steps.
+        probe_steps: while verifying does not pay, draft again after so many steps at least.
     """
 
     draft_model: str = ""
@@ -29,7 +29,7 @@ class Settings:
     record_file: str = ""
     cost_cache: str = ""
     cost_cache_hours: float = attrs.field(default=168.0, validator=attrs.validators.gt(0))
-    probe_steps: int = attrs.field(default=64, validator=attrs.validators.ge(1))
+    probe_steps: int = attrs.field(default=32, validator=attrs.validators.ge(1))
 
     def __attrs_post_init__(self) -> None:
         if self.ngram_min > self.ngram_max:
