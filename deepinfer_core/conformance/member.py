@@ -120,7 +120,6 @@ def _take(
 
     with poisoned_allocations():
         sent, kept = target.work(dispatch)
-    check_guards(f"{label}, dispatch", kept, frozenset(), target.get)
     offsets = target.get(check_form(f"{label}, offsets", sent.offsets, (request.slots + 1,), torch.int64))
     count = int(offsets[-1])
     if offsets[0] != 0 or (offsets.diff() < 0).any():
@@ -131,6 +130,8 @@ def _take(
     answers = (rows.double() * (experts + 1)[:, None] * shares[:, None]).to(dtype)
     with poisoned_allocations():
         result = target.work(lambda: exchange.combine(target.put(answers), sent.handle))
+    # Not before: a process that stops half way would leave the others waiting.
+    check_guards(f"{label}, dispatch", kept, frozenset(), target.get)
     combined = target.get(check_form(f"{label}, combine", result, (len(x), request.hidden), torch.float32))
     answer = Answer(
         label=chosen.label,

@@ -14,6 +14,8 @@ import attrs
 from deepinfer_core.api import DeviceInfo, LazyRef, PluginInfo, ProbeEnv, Provider, hookimpl, yes
 
 BACKEND = "broken_exchange"
+JOINS_WRONGLY = "joins_wrongly"
+"""A backend whose device numbers its processes backwards."""
 
 MISTAKES: dict[str, tuple[str, str, Callable[..., Any]]] = {}
 """Name -> the case that must fail, a part of the message, and what makes the exchange."""
@@ -213,18 +215,20 @@ def deepinfer_plugin() -> PluginInfo:
 
 @hookimpl
 def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
+    devices = {BACKEND: "deepinfer_core.cpu.device:CpuDevice", JOINS_WRONGLY: "broken_join:Backwards"}
     return [
         DeviceInfo(
-            backend=BACKEND,
+            backend=backend,
             type="cpu",
             arch="",
             count=1,
             memory=1 << 30,
             priority=-5,
             evidence="here",
-            provider=LazyRef("deepinfer_core.cpu.device:CpuDevice"),
+            provider=LazyRef(device),
             fallback="allow",
         )
+        for backend, device in devices.items()
     ]
 
 

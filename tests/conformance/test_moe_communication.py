@@ -62,6 +62,14 @@ def test_a_backend_with_a_local_exchange_only_is_told_so() -> None:
     assert result.message.startswith("serves one process")
 
 
+def test_a_device_that_joins_by_itself_is_held_to_its_rank() -> None:
+    target = open_target(broken_exchange.JOINS_WRONGLY, [PLUGIN])
+    result = ask(CASES["moe_communication[2]/float32/round_trip"], target)
+    target.close()
+    assert result.outcome == "failed"
+    assert "join() gave rank 1 of 2, expected 0 of 2" in result.message
+
+
 def joined(rank: int, size: int, init_method: str, timeout: float) -> int:
     return rank
 

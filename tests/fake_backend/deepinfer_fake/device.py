@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from deepinfer_core.api import DeviceInfo, MemoryInfo, Stream
+from deepinfer_core.api import DeviceInfo, MemoryInfo, ProcessGroup, Stream
 
 from .memory import POOL, FakeOutOfMemory
 from .stream import DELAY, LateStream
@@ -50,6 +52,15 @@ class FakeDevice:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, FakeOutOfMemory | MemoryError)
+
+    def join(self, rank: int, size: int, init_method: str, timeout: float) -> ProcessGroup:
+        """As a device with a library of its own would meet its neighbours; this one borrows the host's."""
+        dist.init_process_group(
+            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+        handle = dist.group.WORLD
+        assert handle is not None
+        return ProcessGroup(rank=rank, size=size, handle=handle, device_type=self.info.type)
 
     def describe(self) -> Mapping[str, str]:
         return {"queue": f"late, by {DELAY * 1000:g} ms", "torch": torch.__version__}
