@@ -1,4 +1,5 @@
-"""Experts on several processes: where each of them lies, and rows carried to them and back.
+"""Experts on several processes: where each of them lies, and rows carried to them and back. Provisional until two
+plugins use it.
 
 Every process of the group holds some of the experts and brings rows of its own. Communication is collective: **all
 processes call the same operators the same number of times, in the same order, also a process that has no rows.**

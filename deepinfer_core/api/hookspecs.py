@@ -35,7 +35,7 @@ from .scheduling import PolicyInfo
 from .speculation import DrafterInfo
 
 PROJECT = "deepinfer"
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 ENTRY_POINT_GROUP = f"deepinfer.plugins.v{API_VERSION[0]}"
 
 hookspec = pluggy.HookspecMarker(PROJECT)

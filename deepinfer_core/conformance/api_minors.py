@@ -4,10 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-ADDED: Mapping[tuple[int, int], frozenset[str]] = {}
-"""Minor -> the public names of ``deepinfer_core.api`` that it added. Everything else came with 1.0."""
+ADDED: Mapping[tuple[int, int], frozenset[str]] = {
+    (1, 1): frozenset(
+        {
+            "AttentionInputs",
+            "AttentionInputsRequest",
+            "CapturesGraphs",
+            "CommandHost",
+            "CompiledConstraint",
+            "ConstraintCompiler",
+            "ConstraintInfo",
+            "ConstraintKind",
+            "ConstraintSpec",
+            "ConstraintState",
+            "DeviceDrafter",
+            "DraftModuleSpec",
+            "DraftSchedule",
+            "DraftStep",
+            "DrafterContext",
+            "DrafterNeeds",
+            "ExpertParallel",
+            "ExpertParallelRequest",
+            "ExpertPlacement",
+            "ExpertShare",
+            "GatedLinear",
+            "GatedLinearRequest",
+            "Graph",
+            "JoinsGroups",
+            "JudgedRows",
+            "MaskJob",
+            "NoDevice",
+            "PARTS",
+            "ProcessGroup",
+            "Proposal",
+            "Region",
+            "TappedModel",
+            "Verify",
+            "VerifyCost",
+            "Vocabulary",
+            "deepinfer_constraints",
+            "deepinfer_fused",
+        }
+    )
+}
+"""Minor -> the public names of ``deepinfer_core.api`` and the hooks that it added. Everything else came with 1.0."""
 
 
 def added_in(name: str) -> tuple[int, int]:
-    """The interface version that brought a public name."""
+    """The interface version that brought a public name or a hook."""
     return next((minor for minor, names in ADDED.items() if name in names), (1, 0))

@@ -15,7 +15,7 @@ from deepinfer_core.plugins import LoadedPlugin
 
 from .api_minors import added_in
 from .case import Case, Mismatch
-from .sources import foreign_assignments, imports, plugin_sources
+from .sources import foreign_assignments, hooks, imports, plugin_sources
 
 if TYPE_CHECKING:
     from .target import Target
@@ -103,13 +103,17 @@ def _api_range(target: Target) -> str:
             first = name.split(".")[2]
             if first != "*" and first not in api.__all__ and not hasattr(api, first):
                 raise Mismatch(f"{source.file}:{line} imports {name}, which the interface does not have")
-            since = added_in(first)
-            if since > declared:
-                raise Mismatch(
-                    f"{source.file}:{line} imports {first}, which came with interface {'.'.join(map(str, since))}; "
-                    f"PluginInfo.api says {text} is enough"
-                )
+            _check_since(f"{source.file}:{line} imports {first}", first, declared)
+        for line, hook in hooks(source):
+            _check_since(f"{source.file}:{line} implements {hook} without optionalhook", hook, declared)
     return f"interface {text}"
+
+
+def _check_since(what: str, name: str, declared: tuple[int, ...]) -> None:
+    since = added_in(name)
+    if since > declared:
+        came, said = (".".join(map(str, version)) for version in (since, declared))
+        raise Mismatch(f"{what}, which came with interface {came}; PluginInfo.api says {said} is enough")
 
 
 _CASES: tuple[tuple[str, Callable[[Target], str]], ...] = (

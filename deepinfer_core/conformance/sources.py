@@ -53,6 +53,15 @@ def imports(source: Source) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def hooks(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, name) of every hook that a module implements and that an older core must have."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("deepinfer_"):
+            marks = [ast.unparse(mark) for mark in node.decorator_list]
+            if any("hookimpl" in mark for mark in marks) and not any("optionalhook=True" in mark for mark in marks):
+                yield node.lineno, node.name
+
+
 def foreign_assignments(source: Source) -> Iterator[tuple[int, str]]:
     """(line, code) of every assignment to, or deletion of, an attribute of something that was imported.
 

@@ -30,7 +30,10 @@ class EngineSettings:
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
     return PluginInfo(
-        name="engine", help="First-come-first-served scheduling, Prometheus metrics", settings=EngineSettings
+        name="engine",
+        api=(1, 1),
+        help="First-come-first-served scheduling, Prometheus metrics",
+        settings=EngineSettings,
     )
 
 

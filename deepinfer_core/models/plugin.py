@@ -10,7 +10,7 @@ from deepinfer_core.api import LazyRef, ModelInfo, PluginInfo, hookimpl
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
     return PluginInfo(
-        name="models", help="Built-in model families: Llama, Qwen3 and DeepSeek-V4, and their draft modules"
+        name="models", api=(1, 1), help="Built-in model families: Llama, Qwen3 and DeepSeek-V4, and their draft modules"
     )
 
 

@@ -83,7 +83,7 @@ def _stage(name: str) -> Provider:
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="reference", help="every operator in plain torch, on any torch device")
+    return PluginInfo(name="reference", api=(1, 1), help="every operator in plain torch, on any torch device")
 
 
 @hookimpl

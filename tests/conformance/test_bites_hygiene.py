@@ -59,6 +59,16 @@ MANNERS = {
         "api_range",
         "Warp",
     ),
+    "says_that_an_older_interface_is_enough": (
+        "from deepinfer_core.api import Region",
+        "api_range",
+        "imports Region, which came with interface 1.1",
+    ),
+    "implements_a_newer_hook_unasked": (
+        "@hookimpl\ndef deepinfer_constraints():\n    return []",
+        "api_range",
+        "implements deepinfer_constraints without optionalhook",
+    ),
     "does_not_load_in_a_worker": (
         "import multiprocessing\nif multiprocessing.parent_process() is not None:\n    raise OSError('busy')",
         "loads_under_spawn",

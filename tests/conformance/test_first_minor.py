@@ -21,10 +21,12 @@ import pytest
 from deepinfer_core import api
 from deepinfer_core.api import API_VERSION, hookspecs
 from deepinfer_core.conformance import run
+from deepinfer_core.conformance.api_minors import ADDED, added_in
 from deepinfer_core.conformance.case import Refused
 from deepinfer_core.conformance.operators import steps
+from deepinfer_core.conformance.sources import hooks, imports, plugin_sources
 from deepinfer_core.conformance.target import open_target
-from deepinfer_core.plugins import inspection
+from deepinfer_core.plugins import inspection, load_plugins
 
 HERE = Path(__file__).parent
 FROZEN = HERE / "first_minor" / "api"
@@ -130,6 +132,26 @@ def _check_methods(name: str, then: Any, now: Any) -> None:
 def test_a_hook_of_the_first_minor_keeps_its_arguments(hook: str) -> None:
     then, now = getattr(THEN.hookspecs, hook), getattr(hookspecs, hook)
     assert set(inspect.signature(then).parameters) <= set(inspect.signature(now).parameters)
+
+
+def test_every_name_and_hook_that_came_later_is_known_to_have() -> None:
+    """So that the kit can tell a plugin which minor it needs."""
+    then, now = ({*m.__all__, *(n for n in vars(m.hookspecs) if n.startswith("deepinfer_"))} for m in (THEN, api))
+    later = set().union(*ADDED.values())
+    assert later == now - then, "deepinfer_core.conformance.api_minors: name what a minor added, and raise API_VERSION"
+    assert max(ADDED) == API_VERSION
+
+
+@pytest.mark.parametrize("name", sorted(load_plugins().plugins))
+def test_a_plugin_of_this_repository_declares_the_minor_it_needs(name: str) -> None:
+    loaded = load_plugins().plugins[name]
+    needed = {(1, 0)}
+    for source in plugin_sources(loaded.record.entry_point):
+        needed |= {
+            added_in(full.split(".")[2]) for _, full in imports(source) if full.startswith("deepinfer_core.api.")
+        }
+        needed |= {added_in(hook) for _, hook in hooks(source)}
+    assert loaded.info.api == max(needed)
 
 
 UNDER_THE_FROZEN_COPY = """

@@ -308,16 +308,16 @@ def test_a_plugin_of_this_interface_works_with_the_next_minor_core(
     source = '''
         @hookspec
         def deepinfer_gemm(device: DeviceInfo, limits: int) -> Sequence[Provider]:
-            """One argument more than in 1.0."""
+            """One argument more than there is."""
     '''
     exec(textwrap.dedent(source), namespace)
     monkeypatch.setattr(hookspecs, "deepinfer_gemm", namespace["deepinfer_gemm"])
-    monkeypatch.setattr(inspection, "API_VERSION", (1, 1))
+    monkeypatch.setattr(inspection, "API_VERSION", (1, 2))
     registry = site.load()
     assert registry.failures == ()
     assert [plugin for plugin, _ in registry.collect("deepinfer_gemm", device=device, limits=7)] == ["acme"]
     site.install(
-        "newer", good("newer", "@hookimpl\ndef deepinfer_gemm(limits):\n    raise OSError(limits)\n", api=(1, 1))
+        "newer", good("newer", "@hookimpl\ndef deepinfer_gemm(limits):\n    raise OSError(limits)\n", api=(1, 2))
     )
     registry = site.load()
     registry.collect("deepinfer_gemm", device=device, limits=7)

@@ -87,7 +87,7 @@ BROKEN = {
         "register",
         "says name='good', the entry point says 'bad'",
     ),
-    "newer-minor": (good("bad", api=(1, 99)), "register", "needs plugin interface 1.99, this core has 1.0"),
+    "newer-minor": (good("bad", api=(1, 99)), "register", "needs plugin interface 1.99, this core has 1.1"),
     "other-major": (good("bad", api=(2, 0)), "register", "needs plugin interface 2.0"),
     "garbled-api": (good("bad", api="1.0"), "register", "PluginInfo.api='1.0'"),
     "needs-as-string": (good("bad", needs="acme"), "register", "PluginInfo.needs='acme'"),

@@ -16,7 +16,7 @@ KV_CAPS = CAPS | {"kv_layout:paged"}
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="ascend950", help="Huawei Ascend 950 (not run on hardware)")
+    return PluginInfo(name="ascend950", api=(1, 1), help="Huawei Ascend 950 (not run on hardware)")
 
 
 @hookimpl

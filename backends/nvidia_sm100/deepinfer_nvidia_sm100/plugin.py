@@ -51,7 +51,9 @@ CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="nvidia_sm100", help="NVIDIA GPUs of compute capability 9.0 and 10.x", settings=Settings)
+    return PluginInfo(
+        name="nvidia_sm100", api=(1, 1), help="NVIDIA GPUs of compute capability 9.0 and 10.x", settings=Settings
+    )
 
 
 @hookimpl

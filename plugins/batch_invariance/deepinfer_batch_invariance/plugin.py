@@ -44,7 +44,7 @@ Verdict = Callable[[Any], Supports]
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="batch_invariance", help="The same bits for a request in any company")
+    return PluginInfo(name="batch_invariance", api=(1, 1), help="The same bits for a request in any company")
 
 
 def _provider(

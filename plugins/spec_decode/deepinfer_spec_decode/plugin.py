@@ -25,6 +25,7 @@ def _drafter(name: str, help: str, factory: str) -> DrafterInfo:
 def deepinfer_plugin() -> PluginInfo:
     return PluginInfo(
         name="spec_decode",
+        api=(1, 1),
         help="Speculative decoding: DSpark, DFlash, MTP, draft models, n-grams",
         settings=Settings,
     )

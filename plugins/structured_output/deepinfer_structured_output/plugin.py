@@ -15,6 +15,7 @@ _COMPILER = "deepinfer_structured_output.compiler"
 def deepinfer_plugin() -> PluginInfo:
     return PluginInfo(
         name="structured_output",
+        api=(1, 1),
         help="JSON Schema, regular expressions, EBNF, choices and tool-call tags",
         settings=GrammarSettings,
     )

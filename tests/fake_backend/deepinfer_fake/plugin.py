@@ -27,7 +27,7 @@ SCORE = 100
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="fake", help="A device that is not there, for tests")
+    return PluginInfo(name="fake", api=(1, 1), help="A device that is not there, for tests")
 
 
 @hookimpl
