@@ -24,6 +24,9 @@ TIMEOUT = 60.0
 GRACE = 2.0
 """Seconds that the others get after one process has raised: they may wait for it for ever."""
 
+SLICE = 1.0
+"""Seconds waited at a time, and counted for it at most: a machine that was stopped meanwhile is not held against us."""
+
 
 class RankLost(BaseException):
     """A process died, hung or raised. Not an ``Exception``, so that no search for a simpler case runs into it again."""
@@ -91,11 +94,13 @@ class Ranks:
     def _gather(self, what: str, timeout: float) -> list[Any]:
         answers: dict[int, Any] = {}
         raised: dict[int, str] = {}
-        deadline = time.monotonic() + timeout
+        left = timeout
         while len(answers) + len(raised) < self.size:
             waiting: dict[Any, int] = {p: r for r, p in enumerate(self._pipes) if r not in answers and r not in raised}
-            ready: list[Any] = wait(list(waiting), max(deadline - time.monotonic(), 0))
-            if not ready:
+            started = time.monotonic()
+            ready: list[Any] = wait(list(waiting), min(left, SLICE))
+            left -= min(time.monotonic() - started, SLICE)
+            if not ready and left <= 0:
                 break
             for pipe in ready:
                 rank = waiting[pipe]
@@ -105,7 +110,7 @@ class Ranks:
                     self._ended(rank, what)
                 (answers if ok else raised)[rank] = value
                 if not ok:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    left = min(left, GRACE)
         if raised:
             text = f"rank {min(raised)} of {self.size}{raised[min(raised)]}"
             if len(raised) == self.size:

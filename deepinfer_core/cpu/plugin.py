@@ -52,7 +52,7 @@ ROW_PROOF = "tests/batch_invariance/test_core_providers.py::test_a_row_has_the_s
 
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
-    return PluginInfo(name="cpu", help="The host processor")
+    return PluginInfo(name="cpu", api=(1, 1), help="The host processor")
 
 
 @hookimpl
