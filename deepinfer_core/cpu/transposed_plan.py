@@ -9,6 +9,7 @@ adds up what belongs to another request.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -88,13 +89,11 @@ def _bucket(
     n, start = len(owners), first // size
     numbers = start[:, None] + np.arange(width)
     blocks = table[owners[:, None], np.minimum(numbers, (last // size)[:, None])]
-    longest = max(size, dim)
-    index: Any = np.int32 if (int(blocks.max()) + 1) * request.kv_heads * longest < 2**31 else np.int64
-    group = heads // request.kv_heads
-    kv_head = (np.arange(heads, dtype=index) // group)[:, None]
-    vectors = (blocks.astype(index) * index(request.kv_heads))[:, None, :, None] + kv_head[:, :, None]
-    keys = vectors * index(dim) + np.arange(dim, dtype=index)
-    values = (vectors * index(size) + np.arange(size, dtype=index)).reshape(n, heads, width * size)
+    kv_heads = request.kv_heads
+    index: Any = np.int32 if (int(blocks.max()) + 1) * kv_heads * max(size, dim) < 2**31 else np.int64
+    first_heads = (blocks.astype(index) * index(kv_heads))[:, None, :, None]
+    keys = first_heads * index(dim) + _vectors(heads, kv_heads, dim, index)
+    values = (first_heads * index(size) + _vectors(heads, kv_heads, size, index)).reshape(n, heads, width * size)
     offset = first - start * size
     seen = 0 if offset.any() else int((last - start * size).min()) + 1
     hidden = None
@@ -107,10 +106,23 @@ def _bucket(
     return Bucket(
         rows=None if rows is None else torch.from_numpy(rows),
         keys=torch.from_numpy(keys.reshape(-1)),
-        key_bags=torch.from_numpy(np.arange(0, keys.size, dim, dtype=index)),
+        key_bags=_bags(n * heads * width, dim, index),
         values=torch.from_numpy(values.reshape(-1)),
-        value_bags=torch.from_numpy(np.arange(0, values.size, width * size, dtype=index)),
+        value_bags=_bags(n * heads, width * size, index),
         hidden=hidden,
         seen=seen,
         scaled=torch.empty(n, heads, width, dim),
     )
+
+
+@lru_cache(maxsize=16)
+def _vectors(heads: int, kv_heads: int, width: int, index: Any) -> Array:
+    """``[heads, 1, width]``: where the ``width`` vectors that a query head reads lie in a block."""
+    kv_head = np.arange(heads, dtype=index) // (heads // kv_heads)
+    return (kv_head[:, None] * index(width) + np.arange(width, dtype=index))[:, None]
+
+
+@lru_cache(maxsize=64)
+def _bags(count: int, length: int, index: Any) -> torch.Tensor:
+    """Where each of ``count`` bags of ``length`` vectors begins; steps ask for the same again and again."""
+    return torch.from_numpy(np.arange(0, count * length, length, dtype=index))

@@ -87,7 +87,8 @@ class Committer:
             tokens = self.device.download(result.sampled.tokens)
             kept, computed, drafted = self._accept(step, plan, tokens)
             broken = ready.inputs.sample_slots[tokens < 0]
-            computed[np.isin(plan.slots, broken)] = 0  # a broken step's rows are served to nobody
+            if len(broken):
+                computed[np.isin(plan.slots, broken)] = 0  # a broken step's rows are served to nobody
             self._record(ready, tokens, kept, out)
             publish(self.planner, plan.slots, computed)
             self._look(ready, result, tokens, kept, out)

@@ -155,13 +155,17 @@ class LLM:
         The lock is held within a step and not between steps, so that threads share the engine and a stream that
         nobody reads stops no one.
         """
-        core = self.engine.core
+        core, waits_for = self.engine.core, 0
         try:
             with self._lock, between_steps() as check:
                 committed = core.add(requests)
                 check()
             yield committed
-            while not all(request.finished for request in requests):
+            while True:
+                while waits_for < len(requests) and requests[waits_for].finished:
+                    waits_for += 1
+                if waits_for == len(requests):
+                    break
                 with self._lock, between_steps() as check:
                     committed = core.step()
                     check()
