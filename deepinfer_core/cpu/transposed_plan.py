@@ -119,7 +119,8 @@ def _bucket(
 def _vectors(heads: int, kv_heads: int, width: int, index: Any) -> Array:
     """``[heads, 1, width]``: where the ``width`` vectors that a query head reads lie in a block."""
     kv_head = np.arange(heads, dtype=index) // (heads // kv_heads)
-    return (kv_head[:, None] * index(width) + np.arange(width, dtype=index))[:, None]
+    vectors: Array = (kv_head[:, None] * index(width) + np.arange(width, dtype=index))[:, None]
+    return vectors
 
 
 @lru_cache(maxsize=64)
