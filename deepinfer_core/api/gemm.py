@@ -68,7 +68,8 @@ class LinearRequest(OpRequest):
         bias: True if there is one.
         activations: ``""``, or the format and group that x is rounded to first, as ``pointwise.quantise_dequantise``
             does over all its channels (a last group may be short), e.g. ``"fp8:e4m3:128"``. Adds the demand
-            ``rounded_activations``.
+            ``rounded_activations``. Sums within a group may then be as coarse as those of matrix units that multiply
+            FP8: 2^-10 of the sum of magnitudes.
     """
 
     op: ClassVar[str] = "gemm.linear"

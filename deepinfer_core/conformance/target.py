@@ -196,6 +196,9 @@ class Target:
         if tensor.dtype in _UPLOADED_AS_FLOAT32:
             wide = self.work(lambda: tensor.to(torch.float32))
             return torch.from_numpy(self.device.download(wide).copy()).to(tensor.dtype)
+        if tensor.dtype == torch.float8_e4m3fn:  # no type of numpy's
+            codes = self.work(lambda: tensor.view(torch.uint8))
+            return torch.from_numpy(self.device.download(codes).copy()).view(tensor.dtype)
         return torch.from_numpy(self.device.download(tensor).copy())
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from .steps import Step
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """Heads, and which of the optional terms are on."""
+    """Heads, and which of the optional terms are on. ``kept``: dtype of the cache, or ``""`` for ``dtype``."""
 
     q_heads: int = 4
     kv_heads: int = 2
@@ -35,6 +35,7 @@ class Shape:
     softcap: float | None = None
     sinks: bool = False
     causal: bool = True
+    kept: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -53,7 +54,7 @@ class Paged:
         self.value = normal(draw, tokens, s.kv_heads, s.head_dim, dtype=s.torch_dtype)
         self.query = normal(draw, step.rows, s.q_heads, s.head_dim, dtype=s.torch_dtype)
         self.sinks = normal(draw, s.q_heads) if s.sinks else None
-        entries = tuple(CacheEntry(name, (s.kv_heads, s.head_dim), s.dtype) for name in ("key", "value"))
+        entries = tuple(CacheEntry(name, (s.kv_heads, s.head_dim), s.kept or s.dtype) for name in ("key", "value"))
         group = CacheGroupSpec(name="kv", layers=1, entries=entries, **_window(s.window))
         self.group = open_group(target, group, step.num_blocks, step.block_size)
         common: dict[str, Any] = {
@@ -61,7 +62,7 @@ class Paged:
             "kv_heads": s.kv_heads,
             "head_dim": s.head_dim,
             "dtype": s.dtype,
-            "cache_dtype": s.dtype,
+            "cache_dtype": s.kept or s.dtype,
             "block_size": step.block_size,
             "device_type": target.device.info.type,
             "demands": {self.group.demand},
@@ -88,7 +89,14 @@ class Paged:
         """Write every token of the step's requests, in one step of its own, as a prefill does."""
         self.target.work(lambda: write(self.target, self.write.operator, self.group, self.step.whole(), *self.kv()))
         oracle = self.target.oracle(widened(self.write_request))
-        oracle.run(self.key.double(), self.value.double(), self.group.oracle, self.step.whole().layout())
+        key, value = (self._kept(x).double() for x in self.kv())
+        oracle.run(key, value, self.group.oracle, self.step.whole().layout())
+
+    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+        """What a cache in FP8 holds of these, by the contract: the nearest number of the format, 448 at most."""
+        if self.shape.kept != "float8_e4m3fn":
+            return x
+        return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.key, self.value
@@ -130,7 +138,11 @@ class Paged:
         magnitude = op.run(
             query, {"key": self.group.oracle["key"], "value": self.group.oracle["value"].abs()}, plan, *sinks
         )
-        longest = self.key.double().nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1).amax() if len(self.key) else 0.0
+        longest = (
+            self._kept(self.key).double().nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1).amax()
+            if len(self.key)
+            else 0.0
+        )
         score = self.request.scale * query.nan_to_num().norm(dim=-1, keepdim=True) * longest
         delta = (gamma(self.shape.head_dim) + FUNCTION * U32) * score
         if self.shape.softcap is not None:

@@ -250,6 +250,7 @@ _VARIANTS: tuple[tuple[str, Tier, dict[str, Any]], ...] = (
     ("sinks", "full", {"sinks": True}),
     ("sinks,window", "full", {"sinks": True, "window": 24}),
     ("block", "full", {"causal": False}),
+    ("fp8_cache", "full", {"kept": "float8_e4m3fn"}),
 )
 
 
@@ -263,7 +264,7 @@ def cases(dtype: str) -> Iterator[Case]:
     for variant, tier, changes in _VARIANTS:
         shape = Shape(dtype=dtype, **changes)
         for name, step in _STEPS:
-            required = variant not in ("softcap", "sinks", "sinks,window", "window=1", "block")
+            required = variant not in ("softcap", "sinks", "sinks,window", "window=1", "block", "fp8_cache")
             yield _case("attention.paged", name, tier, partial(_attends, step), shape, variant, required)
     for other in other_dtypes(dtype):
         shape = Shape(dtype=other)

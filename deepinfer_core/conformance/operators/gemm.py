@@ -80,11 +80,13 @@ class Linear(Operation):
 
     def bounds(self, inputs: Tensors, constants: Mapping[str, Any], expected: Tensors) -> Tensors:
         size = inputs["x"].abs() @ magnitudes(constants["weights"]).T
+        coarse = gamma(self.request.in_features)
         if self.request.activations:
             size = size * (1 + 2**-4)  # by as much may rounding to e4m3 enlarge an input
+            coarse += 2**-10
         if "bias" in constants:
             size = size + constants["bias"].to(torch.float64).abs()
-        return {"y": gamma(self.request.in_features) * size + rounding(expected["y"], self.dtypes()["y"])}
+        return {"y": coarse * size + rounding(expected["y"], self.dtypes()["y"])}
 
 
 class _Groups(Linear):
