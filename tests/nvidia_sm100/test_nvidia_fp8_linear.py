@@ -13,7 +13,7 @@ from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.ops.fp8_weight import pack
 from deepinfer_nvidia_sm100.ops.quantise_rows import quantise_rows
 from deepinfer_nvidia_sm100.ops.widen_weight import widen
-from gpu_support import DEVICE, DTYPES, eligible, here, operator, same_bits
+from gpu_support import DEVICE, DTYPES, ON_GPU, eligible, here, operator, same_bits
 from reference_support import operator as reference
 
 from deepinfer_core.api import LinearRequest, QuantiseDequantiseRequest, QuantisedWeight
@@ -64,12 +64,13 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return op.run(x.float()).double()
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
-    """Relative to the largest result of a row: sums of products of any sign."""
+def check(found: torch.Tensor, expected: torch.Tensor, dtype: str, activations: str = ROUNDED) -> None:
+    """Relative to the largest result of a row. The matrix unit adds products of FP8 with some 14 bits."""
+    tolerance = max(TOLERANCE[dtype], 2e-3) if activations and ON_GPU else TOLERANCE[dtype]
     scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     assert not found.isnan().any()
     worst = ((found.cpu().double() - expected) / scale).abs()
-    assert not worst.numel() or float(worst.max()) <= TOLERANCE[dtype]
+    assert not worst.numel() or float(worst.max()) <= tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,7 +89,7 @@ def test_every_number_of_rows(activations: str, sizes: tuple[int, ...], dtype: s
         found = op.run(here(x), packed)
         assert found.dtype == x.dtype
         assert found.shape == (rows, sum(sizes))
-        check(found, (rounded(x) if activations else x.double()) @ values.T + bias.double(), dtype)
+        check(found, (rounded(x) if activations else x.double()) @ values.T + bias.double(), dtype, activations)
 
 
 @pytest.mark.parametrize("activations", ["", ROUNDED])
@@ -99,7 +100,7 @@ def test_results_in_float32(activations: str) -> None:
         x = inputs(rows, 256, DTYPES[-1])
         found = op.run(here(x), op.prepare(parts))
         assert found.dtype == torch.float32
-        check(found, (rounded(x) if activations else x.double()) @ values.T, "float32")
+        check(found, (rounded(x) if activations else x.double()) @ values.T, "float32", activations)
 
 
 def test_rows_are_rounded_as_the_reference_rounds() -> None:
@@ -139,7 +140,7 @@ def test_scales_at_the_ends_of_their_range() -> None:
 MANY = [
     ManyTile(block_m=64, block_n=64, halves=1, stages=2, warps=4),
     ManyTile(block_m=64, block_n=32, halves=2, stages=2, warps=4),
-    ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=4, specialise=True),
+    ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=8, box=True, prefetch=False),
 ]
 
 
@@ -168,7 +169,7 @@ def test_parts_of_a_long_product_are_added(splits: int, activations: str) -> Non
     for _ in range(3):
         found = torch.full((5, 100), float("nan"), device=DEVICE)
         fp8_few_rows.launch(data, scale, packed.data, packed.scale, packed.rows, None, found, tile, arrived)
-        check(found, (rounded(x) if activations else x.double()) @ values.T, "float32")
+        check(found, (rounded(x) if activations else x.double()) @ values.T, "float32", activations)
         results.append(found)
     assert all(torch.equal(results[0], other) for other in results)
     assert not arrived.any()
@@ -200,7 +201,8 @@ def test_weights_that_do_not_fit_the_request_are_refused() -> None:
 
 def test_which_requests_are_taken() -> None:
     def names(**changes: Any) -> list[str]:
-        return [p.name for p in eligible(request(256, 256, "bfloat16", **changes))]
+        found = eligible(request(256, 256, "bfloat16", **changes))
+        return [p.name for p in found if p.name != "deep_gemm_linear"]  # where it is installed
 
     assert names() == ["fp8_linear"]
     assert names(activations=ROUNDED) == ["rounded_fp8_linear"]

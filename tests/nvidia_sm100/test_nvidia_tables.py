@@ -95,9 +95,16 @@ def test_shapes_are_read_from_a_plan() -> None:
     assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {})
     choices.append(row("fused.gated_linear", width=30, in_features=64, dtype="bfloat16"))
     assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {"60x64": (60, 64, "bfloat16")})
-    for wrong in ([], {"plan": 3}, {"plan": {"choices": []}}):
+    for wrong in ([], {"plan": 3}, {"plan": {"choices": 1}}):
         with pytest.raises(ConfigError, match="deepinfer explain"):
             shapes_of(wrong)
+
+
+def test_a_plan_without_matrices_to_tune_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": {"choices": []}}))
+    result = CliRunner().invoke(tune, [str(tmp_path / "plan.json")])
+    assert isinstance(result.exception, ConfigError)
+    assert "deepinfer explain" in str(result.exception)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -13,21 +13,29 @@ from deepinfer_core.api import ConfigError, DeviceError
 Shapes = dict[str, tuple[int, int, str]]
 
 
-def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
-    """``"NxK"`` -> rows, columns and result dtype of every 16-bit matrix in what ``explain --json`` wrote: of plain
-    products, and of those that end in a gate.
+def choices_of(plan: Any) -> list[Any]:
+    """What ``explain --json`` chose for every operator.
 
     Raises:
-        ConfigError: it is something else, or holds no such matrix.
+        ConfigError: it is something else.
     """
     choices = plan["plan"].get("choices") if isinstance(plan, dict) and isinstance(plan.get("plan"), dict) else None
     if not isinstance(choices, list):
         raise ConfigError("PLAN: expected what this writes: deepinfer explain --model MODEL --json")
+    return choices
+
+
+def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
+    """``"NxK"`` -> rows, columns and result dtype of every 16-bit matrix in what ``explain --json`` wrote: of plain
+    products, and of those that end in a gate.
+    """
     found: Shapes = {}
     gated: Shapes = {}
-    for choice in choices:
+    for choice in choices_of(plan):
         request = choice["request"]
         if request.get("dtype") not in ("bfloat16", "float16"):
+            continue
+        if str(request.get("weight_dtype", "")).startswith(("fp8:", "fp4:")):
             continue
         if choice["op"] == "gemm.linear":
             out, inner = int(request["out_features"]), int(request["in_features"])
@@ -35,9 +43,22 @@ def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
         elif choice["op"] == "fused.gated_linear":
             out, inner = 2 * int(request["width"]), int(request["in_features"])
             gated[f"{out}x{inner}"] = (out, inner, str(request["dtype"]))
-    if not found:
-        raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
     return found, gated
+
+
+def fp8_shapes_of(plan: Any) -> dict[tuple[str, str], tuple[int, int, str]]:
+    """``plain`` or ``rounded`` and ``"NxK"`` -> rows, columns and result dtype of every matrix in FP8."""
+    found = {}
+    for choice in choices_of(plan):
+        request = choice["request"]
+        if choice["op"] != "gemm.linear" or request.get("dtype") not in ("bfloat16", "float16"):
+            continue
+        stored = str(request.get("weight_dtype", ""))
+        if stored.startswith("fp8:e4m3:") and stored.endswith("x128"):
+            out, inner = int(request["out_features"]), int(request["in_features"])
+            kind = "rounded" if request.get("activations") else "plain"
+            found[kind, f"{out}x{inner}"] = (out, inner, str(request["out_dtype"]))
+    return found
 
 
 @click.command()
@@ -50,7 +71,7 @@ def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
     help="File to write, or to add to.",
 )
 def tune(plan: IO[str], out: Path) -> None:
-    """Measure which kernel multiplies few rows fastest on this GPU.
+    """Measure which kernel multiplies fastest on this GPU: few rows by 16-bit weights, any number of rows by FP8 ones.
 
     PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about half a minute.
     Use the result with --set plugins.nvidia_sm100.table=FILE.
@@ -60,6 +81,9 @@ def tune(plan: IO[str], out: Path) -> None:
     except ValueError as error:
         raise ConfigError(f"PLAN: no JSON: {error}") from error
     shapes, gated = shapes_of(found)
+    fp8_shapes = fp8_shapes_of(found)
+    if not shapes and not fp8_shapes:
+        raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
     import torch
 
     if not torch.cuda.is_available():
@@ -67,7 +91,7 @@ def tune(plan: IO[str], out: Path) -> None:
     from .tuning import ROWS, Tuner, entries, save
 
     tuner = Tuner()
-    click.echo(f"compiling for {len(shapes) + len(gated)} shapes", err=True)
+    click.echo(f"compiling for {len(shapes) + len(gated) + len(fp8_shapes)} shapes", err=True)
     for section, some in (("linear", shapes), ("gated_linear", gated)):
         ends_in_gate = section == "gated_linear"
         tuner.compile(some.values(), gated=ends_in_gate)
@@ -76,4 +100,19 @@ def tune(plan: IO[str], out: Path) -> None:
             save(out, {name: entries(measured)}, section)
             gain = [m["cublas_us"] / m["us"] for m in measured]
             click.echo(f"{section} {name}: {min(gain):.2f} to {max(gain):.2f} times as fast as cuBLAS", err=True)
+    if fp8_shapes:
+        _tune_fp8(fp8_shapes, out)
     click.echo(f"written to {out}; use: --set plugins.nvidia_sm100.table={out}")
+
+
+def _tune_fp8(shapes: dict[tuple[str, str], tuple[int, int, str]], out: Path) -> None:
+    from .fp8_tuning import ROWS, Fp8Tuner, entries
+    from .tuning import save
+
+    tuner = Fp8Tuner()
+    tuner.compile(shapes.values())
+    for (kind, name), shape in shapes.items():
+        measured = [tuner.best("rounded" if kind == "rounded" else "plain", shape, rows) for rows in ROWS]
+        save(out, {name: entries(measured)}, f"fp8_{kind}")
+        rate = max(2e-6 * shape[0] * shape[1] * m["rows"] / m["us"] for m in measured)
+        click.echo(f"{name} in FP8, rows {kind}: up to {rate:.0f} TFLOP/s", err=True)

@@ -1,7 +1,7 @@
 """Measured tiles of products with FP8 weights, from the same files as :mod:`.tables`.
 
 ``fp8_plain`` and ``fp8_rounded`` map ``"NxK"`` to ``[most rows, answer]`` in ascending order. An answer is null
-(widen the weight, and cuBLAS), ``["few", ...]`` or ``["many", ...]`` with the numbers of that tile.
+(widen the weight, and cuBLAS), or ``["few", ...]`` or ``["many", ...]`` with that tile's numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepinfer_core.api import ConfigError
 
 from .ops.few_rows import Tile
 from .ops.fp8_many_rows import ManyTile
-from .tables import FOLDER, TILE_FIELDS, architecture
+from .tables import FOLDER, architecture, numbers_of, tile_of
 
 Kind = Literal["plain", "rounded"]
 Answer = Tile | ManyTile | None
@@ -61,13 +61,13 @@ def decoded(answer: list[Any] | None) -> Answer:
     if answer is None:
         return None
     name, *numbers = answer
-    if name == "many":
-        return ManyTile(**dict(zip(MANY_FIELDS, numbers, strict=True)))
-    return Tile(**dict(zip(TILE_FIELDS, numbers, strict=True)))
+    if name == "few":
+        return tile_of(numbers)
+    return ManyTile(**dict(zip(MANY_FIELDS, numbers, strict=True)))
 
 
 def encoded(answer: Answer) -> list[Any] | None:
     """An entry of a table."""
     if answer is None:
         return None
-    return ["many" if isinstance(answer, ManyTile) else "few", *attrs.astuple(answer)]
+    return ["many", *attrs.astuple(answer)] if isinstance(answer, ManyTile) else ["few", *numbers_of(answer)]

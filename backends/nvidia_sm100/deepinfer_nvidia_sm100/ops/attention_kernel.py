@@ -50,6 +50,27 @@ def chunks_of(start, last, chunk, splits, FIXED: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
+def widened(values, dtype: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Exact. Of FP8 by neighbours: as single bytes they would be read out of shared memory across its rows."""
+    if values.dtype == dtype:
+        return values
+    else:
+        even, odd = tl.split(tl.reshape(values, (ROWS, WIDTH // 2, 2)))
+        return tl.interleave(even.to(dtype), odd.to(dtype))
+
+
+@triton.jit
+def in_half(queries):
+    """Rows of bfloat16 as float16 times a power of two: FP8 becomes float16 in one step, bfloat16 in three."""
+    wide = queries.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), axis=1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(exponent, 253)  # of infinity: its row stays that
+    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (wide * inverse[:, None]).to(tl.float16), factor[:, None]
+
+
+@triton.jit
 def attend(
     acc,
     top,
@@ -90,7 +111,7 @@ def attend(
             keys = tl.load(key_cache + place, mask=real[:, None], other=0.0)
         else:
             keys = tl.load(key_cache + place)
-        keys = keys.to(queries.dtype)  # exact, of a cache in FP8
+        keys = keys.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
@@ -110,7 +131,7 @@ def attend(
             values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
         else:
             values = tl.load(value_cache + place)
-        values = values.to(queries.dtype)
+        values = widened(values, queries.dtype, BLOCK_N, HEAD_DIM)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
     return acc, top, total
@@ -172,6 +193,10 @@ def attention_kernel(
     row = (first + token).to(tl.int64)
     source = query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :]
     queries = tl.load(source, mask=live[:, None], other=0.0)
+    factor = scale
+    if key_cache.dtype.element_ty == tl.float8e4nv and query.dtype.element_ty == tl.bfloat16:
+        queries, by_row = in_half(queries)
+        factor = scale * by_row
     end = last + 1
     lowest = 0
     if WINDOW > 0:
@@ -187,12 +212,12 @@ def attention_kernel(
             # Tokens that every row of the tile sees need no mask. Fixed chunks keep to one sequence of instructions.
             whole = tl.maximum(low, tl.minimum(high, (start + 1) // BLOCK_N * BLOCK_N))
             acc, top, total = attend(
-                acc, top, total, queries, position, key_cache, value_cache, blocks, low, whole, lowest, end, scale,
+                acc, top, total, queries, position, key_cache, value_cache, blocks, low, whole, lowest, end, factor,
                 softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, False, PRECISION,
             )  # fmt: skip
             low = whole
         acc, top, total = attend(
-            acc, top, total, queries, position, key_cache, value_cache, blocks, low, high, lowest, end, scale,
+            acc, top, total, queries, position, key_cache, value_cache, blocks, low, high, lowest, end, factor,
             softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, PRECISION,
         )  # fmt: skip
         if not SPLIT:

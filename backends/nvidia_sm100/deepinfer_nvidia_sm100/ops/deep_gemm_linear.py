@@ -55,7 +55,12 @@ class DeepGemmLinear(RoundedFp8Linear):
         return packed
 
     def _many(
-        self, x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, tile: ManyTile
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight: Fp8Weight,
+        out: torch.Tensor,
+        tile: ManyTile,
     ) -> None:
         if self._library is None or weight.rows != RECIPE[1]:
             super()._many(x, x_scale, weight, out, tile)

@@ -77,18 +77,27 @@ def fp8_few_rows_kernel(
     row_mask = row < M
     take_turn(DEPENDENT)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    # Scales are asked for one step ahead: their way from the cache would be waited for in every step.
+    group = tl.minimum(low // 128, steps - 1)
+    factor = _scales(scale, column, group, steps, N, SCALE_ROWS, BLOCK_N)
+    by_row = tl.zeros((BLOCK_M,), tl.float32)
+    if ROUNDED:
+        by_row = tl.load(x_scale + group * scale_stride + row, mask=row_mask, other=0.0)
     for k in range(low, high, BLOCK_K):
-        factor = _scales(scale, column, k // 128, steps, N, SCALE_ROWS, BLOCK_N)
+        by_column = factor
+        scales = by_row
+        group = tl.minimum((k + BLOCK_K) // 128, steps - 1)
+        factor = _scales(scale, column, group, steps, N, SCALE_ROWS, BLOCK_N)
         if EVEN_N:
             left = tl.load(weights + k)
         else:
             left = tl.load(weights + k, mask=column_mask[:, None], other=0.0)
         right = tl.load(inputs + k, mask=row_mask[None, :], other=0.0)
         if ROUNDED:
-            by_row = tl.load(x_scale + k // 128 * scale_stride + row, mask=row_mask, other=0.0)
-            acc += tl.dot(left, right) * (factor[:, None] * by_row[None, :])
+            by_row = tl.load(x_scale + group * scale_stride + row, mask=row_mask, other=0.0)
+            acc += tl.dot(left, right) * (by_column[:, None] * scales[None, :])
         else:
-            wide = left.to(tl.float32) * factor[:, None]
+            wide = left.to(tl.float32) * by_column[:, None]
             acc = tl.dot(wide.to(right.dtype), right, acc, input_precision=PRECISION)
     place = row[None, :].to(tl.int64) * N + column[:, None]
     mask = column_mask[:, None] & row_mask[None, :]

@@ -17,7 +17,7 @@ from deepinfer_nvidia_sm100.fp8_tables import fp8_tile
 from . import fp8_few_rows, fp8_many_rows
 from .few_rows import Tile
 from .fp8_many_rows import ManyTile
-from .fp8_weight import Fp8Weight, pack
+from .fp8_weight import GROUP, Fp8Weight, pack
 from .quantise_rows import quantise_rows
 from .widen_weight import widen
 
@@ -33,6 +33,10 @@ def thumb_few(out_features: int, in_features: int, rows: int) -> Tile:
     while tiles * splits < TARGET_PROGRAMS and splits < 4 and in_features // 128 >= 4 * splits:
         splits *= 2
     return Tile(block_n=64, block_m=block_m, block_k=128, splits=splits, stages=4, warps=4)
+
+
+MANY = ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=8)
+"""The same for many rows."""
 
 
 class _Fp8Linear:
@@ -80,7 +84,7 @@ class Fp8Linear(_Fp8Linear):
         found = fp8_tile("plain", self._device, request.out_features, request.in_features, rows, self._own)
         if found == "thumb":
             return self._thumb(rows) if rows <= PLAIN_FEW else None
-        assert not isinstance(found, ManyTile)
+        assert found is None or isinstance(found, Tile)
         return found
 
     def _library(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
@@ -110,17 +114,22 @@ class RoundedFp8Linear(_Fp8Linear):
         return out
 
     def _many(
-        self, x: torch.Tensor, x_scale: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, tile: ManyTile
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight: Fp8Weight,
+        out: torch.Tensor,
+        tile: ManyTile,
     ) -> None:
         fp8_many_rows.launch(x, x_scale, weight.data, weight.scale, weight.rows, weight.bias, out, tile)
 
     def _tile(self, rows: int, weight: Fp8Weight) -> Tile | ManyTile:
         request = self._request
-        if self._fixed or weight.rows % fp8_many_rows.GROUP:
+        if self._fixed or weight.rows % GROUP:
             return self._thumb(rows)
         found = fp8_tile("rounded", self._device, request.out_features, request.in_features, rows, self._own)
         if found == "thumb" or found is None:
-            return self._thumb(rows) if rows <= ROUNDED_FEW else fp8_many_rows.thumb(self._device, rows)
+            return self._thumb(rows) if rows <= ROUNDED_FEW else MANY
         return found
 
 

@@ -63,8 +63,8 @@ def fp8_many_rows_kernel(
     SCALE_ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
     BIAS: tl.constexpr,
-    SPECIALISE: tl.constexpr,
     BOX: tl.constexpr,
+    PREFETCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (tiles). Descriptors ``x [M, K]`` and ``weight [N, K]`` of blocks (BLOCK_M, 128) and (BLOCK_N, 128), e4m3.
@@ -77,7 +77,7 @@ def fp8_many_rows_kernel(
     rows = tl.cdiv(M, BLOCK_M)
     columns = tl.cdiv(N, WIDTH)
     steps = K // 128
-    for number in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), warp_specialize=SPECIALISE):
+    for number in range(tl.program_id(0), rows * columns, tl.num_programs(0)):
         tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
         top = tile_row * BLOCK_M
         left = tile_column * WIDTH
@@ -87,14 +87,29 @@ def fp8_many_rows_kernel(
         second_scale = scale + tl.minimum(left + BLOCK_N, N - 1) // SCALE_ROWS * steps
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        # Scales are asked for one step ahead: their way from the cache is as long as a step's products.
+        by_row = tl.load(row_scale, mask=row < M, other=0.0)
+        first = tl.load(first_scale)
+        second = tl.load(second_scale)
         for step in range(steps):
-            by_row = tl.load(row_scale, mask=row < M, other=0.0)
-            row_scale += scale_stride
+            scales = by_row
+            one = first
+            two = second
+            if PREFETCH:
+                ahead = tl.minimum(step + 1, steps - 1)
+                by_row = tl.load(row_scale + ahead * scale_stride, mask=row < M, other=0.0)
+                first = tl.load(first_scale + ahead)
+                if HALVES == 2:
+                    second = tl.load(second_scale + ahead)
+            else:
+                scales = tl.load(row_scale + step * scale_stride, mask=row < M, other=0.0)
+                one = tl.load(first_scale + step)
+                two = tl.load(second_scale + step)
             a = x.load([top, step * 128])
-            acc += tl.dot(a, weight.load([left, step * 128]).T) * (by_row * tl.load(first_scale + step))[:, None]
+            acc += tl.dot(a, weight.load([left, step * 128]).T) * (scales * one)[:, None]
             if HALVES == 2:
                 b = weight.load([left + BLOCK_N, step * 128])
-                other += tl.dot(a, b.T) * (by_row * tl.load(second_scale + step))[:, None]
+                other += tl.dot(a, b.T) * (scales * two)[:, None]
         column = left + tl.arange(0, BLOCK_N)
         _store(out, out_box, acc, bias, row, column, top, left, M, N, BIAS, BOX)
         if HALVES == 2:
@@ -111,9 +126,9 @@ class ManyTile:
     stages: int
     warps: int
     together: int = 8
-    specialise: bool = False
     each: int = 1
     box: bool = False
+    prefetch: bool = True
 
     @property
     def shared_bytes(self) -> int:
@@ -121,13 +136,8 @@ class ManyTile:
         return GROUP * (self.block_m + self.block_n * self.halves) * self.stages
 
 
-def thumb(device: torch.device, rows: int) -> ManyTile:
-    """A tile for a shape that was not measured."""
-    return ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=8)
-
-
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # the interpreter's tests
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -148,7 +158,8 @@ def launch(
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says."""
     (rows, inner), columns = x.shape, weight.shape[0]
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n * tile.halves)
-    programs = min(tiles, tile.each * _multiprocessors(x.device)) if tile.each else tiles
+    programs = min(tiles, tile.each * multiprocessors(x.device)) if tile.each else tiles
+    box = tile.box and columns * out.element_size() % 16 == 0  # the copy engine's rows
     kernel: Any = fp8_many_rows_kernel
     run = functools.partial(kernel.warmup, grid=(programs,)) if compile_only else kernel[(programs,)]
     run(
@@ -158,7 +169,7 @@ def launch(
         scale,
         out if bias is None else bias,
         out,
-        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n]) if tile.box else out,
+        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n]) if box else out,
         rows,
         columns,
         inner,
@@ -169,8 +180,8 @@ def launch(
         SCALE_ROWS=scale_rows,
         TOGETHER=tile.together,
         BIAS=bias is not None,
-        SPECIALISE=tile.specialise,
-        BOX=tile.box,
+        BOX=box,
+        PREFETCH=tile.prefetch,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent(x),

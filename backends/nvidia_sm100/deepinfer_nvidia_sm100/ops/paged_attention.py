@@ -69,14 +69,15 @@ class Paged:
         least = max(16, 1 << (self._group - 1).bit_length())
         few = max(64, least) if self._fixed else least
         # Two warps a program: many small programs keep more loads in flight than few large ones. With one warp, and
-        # prompts with 128 tokens at a time, a little faster still, registers spill; with two, so they do where a
-        # cache in FP8 is widened.
-        least_warps = 4 if wide or request.cache_dtype == "float8_e4m3fn" else 2
+        # prompts with 128 tokens at a time, a little faster still, registers spill.
         self._few = (
             Shape(rows=few, tokens=tokens, warps=8, stages=2 if wide else 3)
             if few > 32
-            else Shape(rows=few, tokens=tokens, warps=least_warps, stages=2 if wide else 3)
+            else Shape(rows=few, tokens=tokens, warps=4 if wide else 2, stages=2 if wide else 3)
         )
+        if request.cache_dtype == "float8_e4m3fn" and not wide and few <= 32:
+            # Half the bytes a token: twice the tokens at a time.
+            self._few = Shape(rows=few, tokens=128, warps=4, stages=2)
         self._many = (
             Shape(rows=max(32 if request.dtype == "float32" else 64, least), tokens=32, warps=8, stages=2)
             if wide

@@ -1,0 +1,189 @@
+"""Finds the fastest way to multiply by a weight in FP8, for :mod:`.fp8_tables`. Needs the GPU it tunes for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import attrs
+import torch
+import triton
+
+from .fp8_tables import Answer, Kind, encoded
+from .measure import microseconds, rotations
+from .ops import fp8_few_rows, fp8_many_rows
+from .ops.few_rows import Tile
+from .ops.fp8_many_rows import ManyTile
+from .ops.fp8_weight import Fp8Weight
+from .ops.quantise_rows import quantise_rows
+from .ops.widen_weight import widen
+from .tuning import SHARED_BYTES, Shape
+
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+"""Numbers of rows that are measured; one between two takes the answer of the larger."""
+KINDS: tuple[Kind, ...] = ("plain", "rounded")
+MOST_FEW = 256
+"""Rows up to which tiles of few rows are tried."""
+LEAST_MANY = 64
+"""Rows from which tiles of many rows are tried."""
+SPLITS = (1, 2, 4)
+MANY = tuple(
+    ManyTile(block_m=m, block_n=n, halves=halves, stages=stages, warps=warps, each=each, box=box, prefetch=prefetch)
+    for m, n, halves, stages, warps, each, box, prefetch in (
+        (128, 128, 1, 4, 8, 1, False, True),
+        (128, 128, 1, 4, 8, 1, False, False),
+        (128, 128, 1, 4, 8, 1, True, True),
+        (128, 128, 1, 5, 8, 1, False, True),
+        (128, 128, 2, 3, 8, 1, False, True),
+        (128, 128, 2, 3, 8, 1, True, False),
+        (128, 128, 2, 4, 8, 1, False, False),
+        (64, 128, 1, 3, 4, 3, False, True),
+        (64, 128, 1, 4, 4, 2, False, True),
+        (64, 128, 1, 3, 4, 0, True, True),
+        (128, 64, 1, 3, 4, 3, False, True),
+        (128, 64, 2, 3, 8, 2, False, False),
+    )
+)
+
+
+def few_candidates(rows: int) -> Iterator[Tile]:
+    """Tiles of few rows worth trying."""
+    block_m = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
+    for block_n, stages, warps in ((32, 6, 4), (64, 4, 4), (64, 6, 4), (128, 4, 4)):
+        for splits in SPLITS:
+            tile = Tile(block_n=block_n, block_m=block_m, block_k=128, splits=splits, stages=stages, warps=warps)
+            if 128 * (block_n + 2 * block_m) * stages <= SHARED_BYTES:
+                yield tile
+
+
+def sensible(tile: Tile, out_features: int, in_features: int, rows: int, programs: int) -> bool:
+    """Enough programs to fill the device, none with too short a part of the sum."""
+    count = triton.cdiv(out_features, tile.block_n) * triton.cdiv(rows, tile.block_m) * tile.splits
+    if in_features // 128 < 2 * tile.splits:
+        return False
+    return (count >= programs // 2 or tile.splits == SPLITS[-1]) and (tile.splits == 1 or count <= 8 * programs)
+
+
+class Fp8Tuner:
+    """Measures shapes with inputs in bfloat16. Weights of one shape are made once and dropped after it."""
+
+    def __init__(self) -> None:
+        self._arrived = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+        self._programs = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS) -> None:
+        """Compile every candidate in threads of their own; the compiler leaves Python free."""
+        done: set[Any] = set()
+        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for shape in shapes:
+                for kind in KINDS:
+                    for count in rows:
+                        for answer, call in self._calls(kind, shape, count, 1, compile_only=True):
+                            numbers: Answer = answer
+                            if isinstance(answer, Tile) and answer.splits > 1:
+                                numbers = attrs.evolve(answer, splits=2)
+                            key = (kind, numbers, shape[0] % 128, shape[2])
+                            if key not in done:
+                                done.add(key)
+                                call[0]()
+
+    def best(self, kind: Kind, shape: Shape, rows: int) -> dict[str, Any]:
+        """``answer`` as a table has it and its microseconds; for plain rows also ``widened_us``, of cuBLAS's way.
+
+        Rounding the rows, which all answers begin with, is not in the times.
+        """
+        timed: list[tuple[float, Answer]] = []
+        sets = rotations(shape[0] * shape[1], 16)
+        for answer, calls in self._calls(kind, shape, rows, sets):
+            try:
+                timed.append((microseconds(calls, rounds=3, target=1000.0), answer))
+            except (RuntimeError, triton.runtime.errors.OutOfResources):
+                self._arrived.zero_()
+        result: dict[str, Any] = {}
+        if kind == "plain":
+            result["widened_us"] = microseconds(self._widened(shape, rows, sets), rounds=3, target=1000.0)
+            timed.append((result["widened_us"], None))
+        spent, chosen = min(timed, key=lambda item: item[0])
+        return {"rows": rows, "answer": encoded(chosen), "us": spent, **result}
+
+    def _calls(
+        self, kind: Kind, shape: Shape, rows: int, sets: int, compile_only: bool = False
+    ) -> Iterator[tuple[Tile | ManyTile, list[Callable[[], object]]]]:
+        out_features, in_features, out_dtype = shape
+        weights = made_weights(shape, sets)
+        x = torch.randn(rows, in_features, device="cuda").to(torch.bfloat16)
+        data, scale = quantise_rows(x) if kind == "rounded" else (x, None)
+        out = torch.empty((rows, out_features), device="cuda", dtype=getattr(torch, out_dtype))
+        for tile in few_candidates(rows) if rows <= MOST_FEW else ():
+            if sensible(tile, out_features, in_features, rows, self._programs):
+                yield tile, [self._few(data, scale, w, out, tile, compile_only) for w in weights]
+        if scale is not None and rows >= LEAST_MANY:
+            for many in MANY:
+                yield many, [_many(data, scale, w, out, many, compile_only) for w in weights]
+
+    def _few(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        weight: Fp8Weight,
+        out: torch.Tensor,
+        tile: Tile,
+        compile_only: bool,
+    ) -> Callable[[], object]:
+        return lambda: fp8_few_rows.launch(
+            x,
+            scale,
+            weight.data,
+            weight.scale,
+            weight.rows,
+            None,
+            out,
+            tile,
+            self._arrived,
+            compile_only=compile_only,
+        )
+
+    def _widened(self, shape: Shape, rows: int, sets: int) -> list[Callable[[], object]]:
+        x = torch.randn(rows, shape[1], device="cuda").to(torch.bfloat16)
+        return [_widened(x, weight, getattr(torch, shape[2])) for weight in made_weights(shape, sets)]
+
+
+def _widened(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Callable[[], object]:
+    if dtype == x.dtype:
+        return lambda: torch.nn.functional.linear(x, widen(weight, x.dtype))
+    return lambda: torch.mm(x, widen(weight, x.dtype).t(), out_dtype=dtype)
+
+
+def _many(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    weight: Fp8Weight,
+    out: torch.Tensor,
+    tile: ManyTile,
+    compile_only: bool,
+) -> Callable[[], object]:
+    return lambda: fp8_many_rows.launch(
+        x, scale, weight.data, weight.scale, weight.rows, None, out, tile, compile_only=compile_only
+    )
+
+
+def made_weights(shape: Shape, sets: int) -> list[Fp8Weight]:
+    rows, columns, _ = shape
+    scale = torch.exp2(torch.randint(-9, 0, (-(-rows // 128), columns // 128), device="cuda").float())
+    return [
+        Fp8Weight(torch.randn(rows, columns, device="cuda").mul(4).to(torch.float8_e4m3fn), scale, 128, None)
+        for _ in range(sets)
+    ]
+
+
+def entries(measured: Iterable[dict[str, Any]]) -> list[list[Any]]:
+    """Rows of a table: ``[most rows, answer]`` ascending, neighbours of equal answer joined."""
+    made: list[list[Any]] = []
+    for found in sorted(measured, key=lambda item: int(item["rows"])):
+        if made and made[-1][1] == found["answer"]:
+            made[-1][0] = found["rows"]
+        else:
+            made.append([found["rows"], found["answer"]])
+    return made
