@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_fp8
 import numpy as np
 import torch
 from common import finish, print_table
@@ -93,20 +94,26 @@ def attention_request(**changes: Any) -> PagedAttentionRequest:
 
 
 def decode_attention(
-    batch: int, context: int, bandwidth: float, shape: Any = None, sdpa: bool = True
+    batch: int,
+    context: int,
+    bandwidth: float,
+    shape: Any = None,
+    sdpa: bool = True,
+    kept: str = "bfloat16",
 ) -> dict[str, Any]:
     """Microseconds of one layer's attention for single rows, against the bytes of keys and values."""
     from deepinfer_nvidia_sm100.measure import microseconds, rotations
 
-    op = build(attention_request())
+    op = build(attention_request(cache_dtype=kept))
     if shape is not None:
         op._few = shape
     where = layout([1] * batch, [context] * batch)
-    size = batch * context * KV_HEADS * DIM * 2 * 2
+    dtype: torch.dtype = getattr(torch, kept)
+    size = batch * context * KV_HEADS * DIM * 2 * dtype.itemsize
     sets = min(rotations(size), max(1, int(30e9 // size)))
     blocks = batch * -(-context // BLOCK) + 1
     caches = [
-        {n: torch.randn((blocks, BLOCK, KV_HEADS, DIM), device="cuda", dtype=DTYPE) for n in ("key", "value")}
+        {n: torch.randn((blocks, BLOCK, KV_HEADS, DIM), device="cuda", dtype=DTYPE).to(dtype) for n in ("key", "value")}
         for _ in range(sets)
     ]
     query = torch.randn((batch, HEADS, DIM), device="cuda", dtype=DTYPE)
@@ -340,7 +347,9 @@ def sampling(stage: str, rows: int, bandwidth: float, vocab: int = 129280) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
-    parser.add_argument("--only", nargs="*", help="attention, linear, pointwise, sampling; shapes: tiles of attention")
+    parser.add_argument(
+        "--only", nargs="*", help="attention, linear, fp8, pointwise, sampling; shapes: tiles of attention"
+    )
     parser.add_argument("--save-table", type=Path, help="file of tuned tiles that the linear part's answers go to")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
@@ -352,7 +361,7 @@ def main() -> None:
     from deepinfer_nvidia_sm100 import tuning
     from deepinfer_nvidia_sm100.measure import copy_bandwidth, matrix_rate
 
-    parts = set(options.only or ("attention", "linear", "pointwise", "sampling"))
+    parts = set(options.only or ("attention", "linear", "fp8", "pointwise", "sampling"))
     results = Results(options.out / "gpu_ops.json")
     began = time.monotonic()
     ceilings = results.measure("ceilings", lambda: {"copy": copy_bandwidth(), "bf16": matrix_rate()})
@@ -398,6 +407,14 @@ def main() -> None:
                 )
         if options.save_table:
             save_table(results, options.save_table)
+    if "fp8" in parts:
+
+        def attend(requests: int, context: int, bandwidth: float, kept: str) -> dict[str, Any]:
+            return decode_attention(requests, context, bandwidth, sdpa=False, kept=kept)
+
+        rows += gpu_fp8.measure(results, bandwidth, options.quick, attend)
+        if options.save_table:
+            gpu_fp8.save_table(results, options.save_table)
     if "sampling" in parts:
         for stage in ("draw", "temperature", "top_k", "top_p", "penalties", "mask"):
             for count in (1, 256):
