@@ -28,22 +28,20 @@ ROUNDING = 2.0**-20
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10 (Salmon et al. 2011): four words of a counter and a key, all uint32."""
     for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, 0xD2511F53)
-        low0 = c0 * 0xD2511F53
-        high1 = tl.umulhi(c2, 0xCD9E8D57)
-        low1 = c2 * 0xCD9E8D57
-        c0 = high1 ^ c1 ^ k0
-        c1 = low1
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
+        product0 = c0.to(tl.uint64) * 0xD2511F53  # one instruction gives both halves
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product1.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
 
 
 @triton.jit
-def uniforms(first, seed_lo, seed_hi, child, stream, COUNT: tl.constexpr):
-    """``(w + 0.5) * 2^-32`` in float32, capped below 1, of COUNT tokens from ``first`` on, a multiple of 4."""
+def words(first, seed_lo, seed_hi, child, stream, COUNT: tl.constexpr):
+    """The words w (uint32) of COUNT tokens from ``first`` on, a multiple of 4."""
     quad = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
     zero = quad * 0
     low = (stream & 0xFFFFFFFF).to(tl.uint32) + zero
@@ -51,8 +49,13 @@ def uniforms(first, seed_lo, seed_hi, child, stream, COUNT: tl.constexpr):
     w0, w1, w2, w3 = philox(
         quad, child.to(tl.uint32) + zero, low, high, seed_lo.to(tl.uint32) + zero, seed_hi.to(tl.uint32) + zero
     )
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    value = (words.to(tl.uint64) * 2 + 1).to(tl.float32) * (2.0**-33)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def uniform_of(word):
+    """``(w + 0.5) * 2^-32`` rounded once to float32, capped below 1."""
+    value = (word.to(tl.uint64) * 2 + 1).to(tl.float32) * (2.0**-33)
     return tl.minimum(value, 1.0 - 2.0**-24)
 
 
@@ -88,9 +91,12 @@ def scan_kernel(
     score = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab_size, other=float("-inf"))
     broken = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), axis=0)
     slot = tl.load(slots + row)
-    if tl.load(temperature + slot) >= GREEDY:
+    here = tl.max(score, axis=0)
+    # Parts that were cut away whole need no noise.
+    if (tl.load(temperature + slot) >= GREEDY) & (here != float("-inf")):
         stream = tl.load(positions + row) * 3 + PURPOSE
-        u = uniforms(first, tl.load(seed_lo + slot), tl.load(seed_hi + slot), tl.load(child + slot), stream, PART)
+        word = words(first, tl.load(seed_lo + slot), tl.load(seed_hi + slot), tl.load(child + slot), stream, PART)
+        u = tl.minimum(word.to(tl.float32) * (2.0**-32) + 2.0**-33, 1.0 - 2.0**-24)
         small = u * (1.0 + u * (0.5 + u * 0.33333334))  # -log(1 - u) where 1 - u would round
         score = score - tl.log(tl.where(u < 0.01, small, -tl.log(1.0 - u)))
     top = tl.max(score, axis=0)
@@ -132,22 +138,23 @@ def pick_kernel(
         if sampled:
             limit = limit - slack - tl.abs(limit) * rounding
         top = tl.full((), float("-inf"), tl.float32)
-        for part in range(parts):
-            if tl.load(best + row * parts + part) >= limit:
-                first = part * PART
-                token = first + tl.arange(0, PART)
-                inside = token < vocab_size
-                score = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=inside, other=float("-inf"))
-                if sampled:
-                    stream = tl.load(positions + row) * 3 + PURPOSE
-                    u = uniforms(
-                        first, tl.load(seed_lo + slot), tl.load(seed_hi + slot), tl.load(child + slot), stream, PART
-                    )
-                    score = score - noise_of(u)
-                here = tl.max(score, axis=0)
-                if here > top:
-                    top = here
-                    winner = tl.min(tl.where(score == here, token, 2147483647), axis=0).to(tl.int64)
+        part = tl.min(tl.where(tops >= limit, number, PARTS), axis=0)
+        while part < PARTS:
+            first = part * PART
+            token = first + tl.arange(0, PART)
+            inside = token < vocab_size
+            score = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=inside, other=float("-inf"))
+            if sampled:
+                stream = tl.load(positions + row) * 3 + PURPOSE
+                word = words(
+                    first, tl.load(seed_lo + slot), tl.load(seed_hi + slot), tl.load(child + slot), stream, PART
+                )
+                score = score - noise_of(uniform_of(word))
+            here = tl.max(score, axis=0)
+            if here > top:
+                top = here
+                winner = tl.min(tl.where(score == here, token, 2147483647), axis=0).to(tl.int64)
+            part = tl.min(tl.where((tops >= limit) & (number > part), number, PARTS), axis=0)
     tl.store(out + row, winner)
 
 
