@@ -1,6 +1,6 @@
 """Where rows are cut by top-k or top-p, without sorting them.
 
-:mod:`.candidates` has copied the tokens that can stay to lists. :mod:`.last_kept` finds the last that stays, one program
+:mod:`.candidates` has copied tokens that can stay to lists. :mod:`.last_kept` finds the last that stays, one program
 a row; the launch below fills rows with -inf and puts back what stays. Where a list does not hold all that stays (more
 than fits, or the guess was too high) the row itself is read.
 

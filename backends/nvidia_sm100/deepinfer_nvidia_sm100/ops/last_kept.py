@@ -193,9 +193,7 @@ def last_kept_kernel(
         last_id = tl.full((), -1, tl.int32)
         if single:
             last = peak
-            last_id = last_equal(
-                row_logits, last, single, bound, 0, 0.0, top, total, vocab_size, MASS, LISTS, LANES
-            )
+            last_id = last_equal(row_logits, last, single, bound, 0, 0.0, top, total, vocab_size, MASS, LISTS, LANES)
         elif peak >= LEAST_KEY:
             low = tl.load(guess + row)
             high = peak
@@ -224,8 +222,6 @@ def last_kept_kernel(
                     )
                 else:
                     tl.debug_barrier()  # keys and ids were written by other threads
-                    last, last_id = settle(
-                        keys, ids, bound, high, more, mass_above, inside, top, total, MASS, FEW
-                    )
+                    last, last_id = settle(keys, ids, bound, high, more, mass_above, inside, top, total, MASS, FEW)
         tl.store(state + row * 2, last)
         tl.store(state + row * 2 + 1, last_id.to(tl.int64))
