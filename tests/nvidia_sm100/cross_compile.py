@@ -271,7 +271,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fp8 cache write": fp8_write,
     "fp8 cache decode": lambda: attention([1] * 7, 4000, cache_dtype="float8_e4m3fn"),
     "fp8 cache prompt": lambda: attention([1, 2000], 2000, cache_dtype="float8_e4m3fn"),
-    "linear fixed tile": lambda: linear(300, HIDDEN, INNER, "fixed_tile_linear"),
+    "linear fixed tile": lambda: linear(300, HIDDEN, INNER, "fixed_order_linear"),
 }
 
 

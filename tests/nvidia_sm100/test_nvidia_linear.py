@@ -39,7 +39,7 @@ def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", ["linear", "fixed_tile_linear"])
+@pytest.mark.parametrize("name", ["linear", "fixed_order_linear"])
 def test_every_number_of_rows(name: str, bias: bool, dtype: str) -> None:
     out, inner = 200, 320
     op = operator(request(out, inner, dtype, bias=bias), name)

@@ -45,6 +45,8 @@ ROW_CAPS = CAPS | {"batch_invariant"}
 STATE_CAPS = ROW_CAPS | {"device_state"}
 FP8_CAPS = ROW_CAPS | {"packed_weights"}
 KV_CAPS = frozenset({"kv_layout:paged"})
+PROOFS = "tests/nvidia_sm100/test_nvidia_batch_invariance.py"
+"""Where the cap ``batch_invariant`` is proved, a test for each operator."""
 DTYPES = ("bfloat16", "float16", "float32")
 CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
 
@@ -81,10 +83,23 @@ def deepinfer_commands() -> Sequence[CommandInfo]:
 
 
 def _provider(
-    name: str, op: str, target: str, caps: frozenset[str], supports: Callable[[Any], Supports] | None = None
+    name: str,
+    op: str,
+    target: str,
+    caps: frozenset[str],
+    supports: Callable[[Any], Supports] | None = None,
+    *,
+    proof: str | None = None,
 ) -> Provider:
-    build = LazyRef(f"deepinfer_nvidia_sm100.ops.{target}")
-    return Provider(name=name, op=op, build=build, caps=caps, supports=supports or _floats)
+    """A provider, with the test of this name as the proof of ``batch_invariant`` where it claims that."""
+    return Provider(
+        name=name,
+        op=op,
+        build=LazyRef(f"deepinfer_nvidia_sm100.ops.{target}"),
+        caps=caps,
+        supports=supports or _floats,
+        proofs={"batch_invariant": f"{PROOFS}::{proof or 'test_' + name}"} if "batch_invariant" in caps else {},
+    )
 
 
 def _floats(request: Any) -> Supports:
@@ -162,7 +177,7 @@ def _products(request: LinearRequest) -> Supports:
 
 def _invariant_linear(request: LinearRequest) -> Supports:
     verdict = _linear(request)
-    return yes(SCORE - 100, "the same tiles for every number of rows") if verdict else verdict
+    return yes(SCORE - 100, "the same order of sums for every number of rows") if verdict else verdict
 
 
 @hookimpl
@@ -181,7 +196,14 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
         return []
     return [
         _provider("linear", LinearRequest.op, "linear:Linear", CAPS, _linear),
-        _provider("fixed_tile_linear", LinearRequest.op, "linear:FixedTileLinear", ROW_CAPS, _invariant_linear),
+        _provider(
+            "fixed_order_linear",
+            LinearRequest.op,
+            "fixed_linear:FixedOrderLinear",
+            ROW_CAPS,
+            _invariant_linear,
+            proof="test_linear",
+        ),
         _provider("fp8_linear", LinearRequest.op, "fp8_linear:Fp8Linear", FP8_CAPS, _fp8_linear),
         _provider(
             "rounded_fp8_linear",
@@ -241,14 +263,15 @@ def deepinfer_kv_layout(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
     # The same memory as the reference's layout of this name, so that its operators can read it too.
-    return [_provider("paged", KVLayoutRequest.op, "kv_layout:paged_layout", ROW_CAPS)]
+    return [_provider("paged", KVLayoutRequest.op, "kv_layout:paged_layout", ROW_CAPS, proof="test_write_kv")]
 
 
 def _stage(stage: str, target: str) -> Provider:
     def supports(request: SamplingRequest) -> Supports:
         return _floats(request) if request.stage == stage else no(f"serves stage {stage!r}, not {request.stage!r}")
 
-    return _provider(stage, SamplingRequest.op, target, STATE_CAPS, supports)
+    proof = "test_logprobs" if stage == "logprobs" else "test_sampling"
+    return _provider(stage, SamplingRequest.op, target, STATE_CAPS, supports, proof=proof)
 
 
 @hookimpl
@@ -273,7 +296,7 @@ def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
         return []
     return [
-        _provider("input_ids", InputIdsRequest.op, "runner_ops:InputIds", STATE_CAPS),
-        _provider("slot_mapping", SlotMappingRequest.op, "runner_ops:SlotMapping", STATE_CAPS),
-        _provider("append_tokens", AppendTokensRequest.op, "runner_ops:AppendTokens", STATE_CAPS),
+        _provider("input_ids", InputIdsRequest.op, "runner_ops:InputIds", STATE_CAPS, proof="test_runner"),
+        _provider("slot_mapping", SlotMappingRequest.op, "runner_ops:SlotMapping", STATE_CAPS, proof="test_runner"),
+        _provider("append_tokens", AppendTokensRequest.op, "runner_ops:AppendTokens", STATE_CAPS, proof="test_runner"),
     ]

@@ -4,6 +4,11 @@ A program takes a *tile*, some neighbouring rows of one request with the query h
 *chunk* of the context that they see. Keys and values are read where they lie, BLOCK_N tokens at a time, through the
 block table; softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32, by powers of two.
 
+FIXED: a row's bits do not depend on its tile. Chunks begin at multiples of a fixed length and are put together one by
+one, by a kernel of its own or in the program that computed them all; products and sums that the compiler could join in
+more than one way are written as one operation; weights are summed by the matrix unit, whose order is that of the
+tokens, where an ordinary sum goes by how the tile is laid out over threads. What a row does not see adds exact zeros.
+
 Floor of decode: bytes, 2·KV·D elements for each token of context, read once for all heads that share them. Floor of
 a prompt: operations, 2·H·D multiply-adds for each pair of positions.
 """
@@ -94,10 +99,14 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    SUM_BY_UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Online softmax over the cached tokens ``low..high``, a multiple of BLOCK_N apart."""
     channel = tl.arange(0, HEAD_DIM)
+    factor = scale * LOG2E
+    if SOFTCAP:
+        factor = 1.0
     for n in range(low, high, BLOCK_N):
         token = n + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -115,18 +124,24 @@ def attend(
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
-        else:
-            scores = scores * (scale * LOG2E)
+        scaled = scores * factor
         if MASKED:
             seen = token[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (token[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
+            scaled = tl.where(seen, scaled, float("-inf"))
+        higher = tl.maximum(top, tl.max(scaled, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
+        if MASKED:
+            weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, axis=1)
+        if SUM_BY_UNIT:
+            ones = tl.full((BLOCK_N, 16), 1.0, queries.dtype)
+            sums = tl.max(tl.dot(weights.to(queries.dtype), ones, input_precision=PRECISION), axis=1)
+        else:
+            sums = tl.sum(weights, axis=1)
+        total = tl.fma(total, shrink, sums)
         if MASKED:
             values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
         else:
@@ -135,6 +150,37 @@ def attend(
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
     return acc, top, total
+
+
+@triton.jit
+def joined(acc, top, total, part, lse, COLUMNS: tl.constexpr):
+    """Running result, its largest logarithm and sum of weights, with one more chunk: ``part``, normalised, and lse."""
+    higher = tl.maximum(top, lse)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(lse - safe)
+    shrink = tl.exp2(top - safe)
+    total = tl.fma(total, shrink, weight)
+    if COLUMNS:
+        acc = tl.fma(part, weight[:, None] + tl.zeros_like(part), acc * shrink[:, None])
+    else:
+        acc = tl.fma(part, weight + tl.zeros_like(part), acc * shrink)
+    return acc, higher, total
+
+
+@triton.jit
+def finish(
+    acc, top, total, out, sinks, row, head, live, Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr
+):
+    """Divide by the sum of weights, a sink's among them, and write the rows of a tile."""
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        acc = acc * shrink[:, None]
+        total = tl.fma(total, shrink, tl.exp2(sink - higher))
+    result = (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    target = out + ((row * Q_HEADS + head) * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(target, result, mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])
@@ -170,6 +216,7 @@ def attention_kernel(
     SINKS: tl.constexpr,
     FIXED: tl.constexpr,
     IDENTITY: tl.constexpr,
+    SUM_BY_UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -202,40 +249,46 @@ def attention_kernel(
     if WINDOW > 0:
         lowest = start - WINDOW + 1
     blocks = table + request.to(tl.int64) * table_stride
+    TOGETHER: tl.constexpr = FIXED and not SPLIT
+    if TOGETHER:
+        whole_acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        whole_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        whole_total = tl.zeros((BLOCK_M,), tl.float32)
     for number in range(tl.program_id(2), chunks, splits):
         low = begin + number * size
         high = tl.minimum(low + size, end)
         acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        if not FIXED and WINDOW == 0:
-            # Tokens that every row of the tile sees need no mask. Fixed chunks keep to one sequence of instructions.
+        if WINDOW == 0:
+            # Tokens that every row of the tile sees need no mask.
             whole = tl.maximum(low, tl.minimum(high, (start + 1) // BLOCK_N * BLOCK_N))
             acc, top, total = attend(
                 acc, top, total, queries, position, key_cache, value_cache, blocks, low, whole, lowest, end, factor,
-                softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, False, PRECISION,
+                softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, False, SUM_BY_UNIT,
+                PRECISION,
             )  # fmt: skip
             low = whole
         acc, top, total = attend(
             acc, top, total, queries, position, key_cache, value_cache, blocks, low, high, lowest, end, factor,
-            softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, PRECISION,
+            softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, SUM_BY_UNIT,
+                PRECISION,
         )  # fmt: skip
-        if not SPLIT:
-            if SINKS:
-                sink = tl.load(sinks + head) * LOG2E
-                higher = tl.maximum(top, sink)
-                acc = acc * tl.exp2(top - higher)[:, None]
-                total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
-            result = (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-            target = out + ((row * Q_HEADS + head) * HEAD_DIM)[:, None] + channel[None, :]
-            tl.store(target, result, mask=live[:, None])
-        else:
+        if SPLIT or TOGETHER:
             safe = tl.where(total > 0.0, total, 1.0)
-            member_row = (tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member
-            place = member_row * most_chunks + number
-            tl.store(partial + place[:, None] * HEAD_DIM + channel[None, :], acc / safe[:, None], mask=live[:, None])
+            part = acc / safe[:, None]
             lse = tl.where(total > 0.0, top + tl.log2(safe), float("-inf"))
-            tl.store(partial_lse + place, lse, mask=live)
+            if TOGETHER:
+                whole_acc, whole_top, whole_total = joined(whole_acc, whole_top, whole_total, part, lse, True)
+            else:
+                member_row = (tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member
+                place = member_row * most_chunks + number
+                tl.store(partial + place[:, None] * HEAD_DIM + channel[None, :], part, mask=live[:, None])
+                tl.store(partial_lse + place, lse, mask=live)
+        else:
+            finish(acc, top, total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
+    if TOGETHER:
+        finish(whole_acc, whole_top, whole_total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
 
 
 @triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])
@@ -274,27 +327,36 @@ def combine_kernel(
         head = kv_head * GROUP + member % GROUP
         channel = tl.arange(0, HEAD_DIM)
         base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member) * most_chunks
-        top = float("-inf")
-        total = 0.0
+        top = tl.full((), float("-inf"), tl.float32)
+        total = tl.full((), 0.0, tl.float32)
         acc = tl.zeros((HEAD_DIM,), tl.float32)
         for number in range(0, chunks, TOGETHER):
-            part = number + tl.arange(0, TOGETHER)
-            real = part < chunks
-            lse = tl.load(partial_lse + base + part, mask=real, other=float("-inf"))
-            values = tl.load(
-                partial + (base + part)[:, None] * HEAD_DIM + channel[None, :], mask=real[:, None], other=0.0
-            )
-            higher = tl.maximum(top, tl.max(lse, axis=0))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(lse - safe)
-            shrink = tl.exp2(top - safe)
-            total = total * shrink + tl.sum(weights, axis=0)
-            acc = acc * shrink + tl.sum(weights[:, None] * values, axis=0)
-            top = higher
+            if FIXED:
+                for beside in tl.static_range(TOGETHER):  # read ahead, put together one by one
+                    real = number + beside < chunks
+                    lse = tl.load(partial_lse + base + number + beside, mask=real, other=float("-inf"))
+                    place = partial + (base + number + beside) * HEAD_DIM + channel
+                    values = tl.load(place, mask=real & (channel >= 0), other=0.0)
+                    acc, top, total = joined(acc, top, total, values, lse, False)
+            else:
+                part = number + tl.arange(0, TOGETHER)
+                real = part < chunks
+                lse = tl.load(partial_lse + base + part, mask=real, other=float("-inf"))
+                values = tl.load(
+                    partial + (base + part)[:, None] * HEAD_DIM + channel[None, :], mask=real[:, None], other=0.0
+                )
+                higher = tl.maximum(top, tl.max(lse, axis=0))
+                safe = tl.where(higher == float("-inf"), 0.0, higher)
+                weights = tl.exp2(lse - safe)
+                shrink = tl.exp2(top - safe)
+                total = total * shrink + tl.sum(weights, axis=0)
+                acc = acc * shrink + tl.sum(weights[:, None] * values, axis=0)
+                top = higher
         if SINKS:
             sink = tl.load(sinks + head) * LOG2E
             higher = tl.maximum(top, sink)
-            acc = acc * tl.exp2(top - higher)
-            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+            shrink = tl.exp2(top - higher)
+            acc = acc * shrink
+            total = tl.fma(total, shrink, tl.exp2(sink - higher))
         target = out + ((first + token).to(tl.int64) * Q_HEADS + head) * HEAD_DIM + channel
-        tl.store(target, (acc / total).to(out.dtype.element_ty))
+        tl.store(target, (acc / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty))

@@ -20,7 +20,6 @@ FEW = 64
 """Rows up to which reading the weight is all the time there is."""
 ROWS = (16, 32, 64)
 """Rows of a tile: the smallest that holds the step's rows."""
-INVARIANT_ROWS = 64
 TARGET_PROGRAMS = 256
 
 
@@ -74,8 +73,7 @@ class _Linear:
         self._device = context.device
         self._dtype: torch.dtype = getattr(torch, request.dtype)
         self._out_dtype: torch.dtype = getattr(torch, request.out_dtype)
-        tiles = -(-request.out_features // 16) * max(1, -(-context.max_tokens // INVARIANT_ROWS))
-        self._arrived = torch.zeros(tiles, dtype=torch.int32, device=context.device)
+        self._arrived = torch.zeros(-(-request.out_features // 16), dtype=torch.int32, device=context.device)
 
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
         """On the device, in the compute dtype."""
@@ -114,17 +112,3 @@ class Linear(_Linear):
         else:
             out = torch.mm(x.to(self._out_dtype), weight.weight.t().to(self._out_dtype))
         return out if weight.bias is None else out.add_(weight.bias)
-
-
-class FixedTileLinear(_Linear):
-    """The same with one tile and one way of splitting, whatever the number of rows: a row's result is its own."""
-
-    def __init__(self, request: LinearRequest, context: BuildContext) -> None:
-        super().__init__(request, context)
-        single = request.dtype == "float32"
-        tile = thumb(request.out_features, request.in_features, INVARIANT_ROWS)
-        self._tile = attrs.evolve(tile, block_k=32, stages=3) if single else tile
-
-    def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-        """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""
-        return self._few(x, weight, self._tile)

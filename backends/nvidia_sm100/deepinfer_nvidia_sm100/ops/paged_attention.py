@@ -1,8 +1,8 @@
 """``attention.paged``: tiles and splits for the kernels of :mod:`.attention_kernel`.
 
 Rows that decode, and drafts, become small tiles whose context is split over programs; prompt chunks become tiles of
-many rows. Under the demand ``batch_invariant`` all rows go through tiles of one size and chunks of the context that
-begin at fixed positions, so that no row's arithmetic depends on its neighbours.
+many rows. Under the demand ``batch_invariant`` the context is cut at fixed positions into chunks that are put together
+in order, whichever programs computed them, so that no row's arithmetic depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Paged:
         wide = request.head_dim > 128 or request.dtype == "float32"
         tokens = 32 if wide else 64
         least = max(16, 1 << (self._group - 1).bit_length())
-        few = max(64, least) if self._fixed else least
+        single = request.dtype == "float32"
+        few = least
         # Two warps a program: many small programs keep more loads in flight than few large ones. With one warp, and
         # prompts with 128 tokens at a time, a little faster still, registers spill.
         self._few = (
@@ -79,26 +80,28 @@ class Paged:
             # Half the bytes a token: twice the tokens at a time.
             self._few = Shape(rows=few, tokens=128, warps=4, stages=2)
         self._many = (
-            Shape(rows=max(32 if request.dtype == "float32" else 64, least), tokens=32, warps=8, stages=2)
+            Shape(rows=max(32 if single else 64, least), tokens=32, warps=8, stages=2)
             if wide
             else Shape(rows=max(64, least), tokens=64, warps=4, stages=3)
         )
+        if self._fixed and single:
+            self._few = self._many  # in float32 a sum's order follows the tile: all rows go through tiles of one size
 
     def plan(self, layout: StepLayout) -> Plan:
         """Tiles, from the host copies of the step's layout. A step of single rows needs none."""
         counts = layout.host_query_lens
         if layout.max_query_len <= 1 and len(counts) == len(layout.positions):
-            launches = [self._launch(self._few, None, len(counts), layout.max_seq_len)] if len(counts) else []
+            launches = [self._launch(self._few, None, len(counts), layout.max_seq_len, True)] if len(counts) else []
             return Plan(layout=layout, launches=tuple(launches))
         few = self._few.rows // self._group
-        is_few = np.ones(len(counts), bool) if self._fixed else counts <= few
+        is_few = counts <= few
         starts = np.cumsum(counts) - counts
         launches = []
-        for chosen, shape in ((is_few, self._few), (~is_few, self._many)):
+        for chosen, shape, split in ((is_few, self._few, True), (~is_few, self._many, False)):
             tiles = _tiles(counts, starts, chosen & (counts > 0), shape.rows // self._group)
             if len(tiles):
                 longest = int(layout.host_seq_lens[chosen].max())
-                launches.append(self._launch(shape, self._upload(tiles), len(tiles), longest))
+                launches.append(self._launch(shape, self._upload(tiles), len(tiles), longest, split))
         return Plan(layout=layout, launches=tuple(launches))
 
     def run(
@@ -111,17 +114,17 @@ class Paged:
             self._run(query, cache, plan.layout, launch, sinks, out)
         return out
 
-    def _launch(self, shape: Shape, tiles: torch.Tensor | None, count: int, longest: int) -> Launch:
+    def _launch(self, shape: Shape, tiles: torch.Tensor | None, count: int, longest: int, split: bool) -> Launch:
         """How often the context is split: enough programs to fill the device, none with too little to do."""
         wanted = round(self._programs / (count * self._request.kv_heads))
         window = self._request.window
         span = longest if window is None else min(longest, window + shape.rows + FIXED_CHUNK)
         most = max(1, -(-span // (FIXED_CHUNK if self._fixed else LEAST_CHUNK)))
-        if shape is self._many and not self._fixed:
-            wanted = 1
-        splits = max(1, min(wanted, most))
         if self._fixed and window is not None:
             most += 1  # a window may begin within a chunk
+        splits = max(1, min(wanted, most)) if split else 1
+        if self._fixed and split and most > 1:
+            splits = max(2, splits)  # long contexts of a large batch are not left to one program each
         return Launch(shape=shape, tiles=tiles, count=count, splits=splits, most_chunks=most if self._fixed else splits)
 
     def _run(
@@ -137,7 +140,7 @@ class Paged:
         tokens = shape.rows // self._group
         if launch.tiles is None:
             tokens = 1
-        split = launch.splits > 1 or self._fixed
+        split = launch.splits > 1
         partial = lse = out
         if split:
             members = launch.count * request.kv_heads * tokens * self._group
@@ -180,6 +183,7 @@ class Paged:
             BLOCK_SIZE=request.block_size,
             SPLIT=split,
             SOFTCAP=request.softcap is not None,
+            SUM_BY_UNIT=self._fixed and request.dtype != "float32",
             PRECISION="ieee" if request.dtype == "float32" else "tf32",
             num_warps=shape.warps,
             num_stages=shape.stages,
@@ -193,7 +197,7 @@ class Paged:
                 some,
                 layout.positions,
                 tiles,
-                TOGETHER=1 if self._fixed else 16,
+                TOGETHER=8 if self._fixed else 16,
                 num_warps=1 if self._fixed else 2,
                 **common,
             )
