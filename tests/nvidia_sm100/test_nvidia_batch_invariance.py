@@ -21,6 +21,7 @@ from gpu_support import DEVICE, DTYPES, ON_GPU, context, here, operator, provide
 from reference_support import batch, layout
 from test_nvidia_attention import attend
 from test_nvidia_attention import request as attention_request
+from test_nvidia_fused import inputs_request
 from test_reference_attention import Scene
 
 from deepinfer_core.api import (
@@ -166,6 +167,24 @@ def test_write_kv(dtype: str) -> None:
         op.run(key[picked], value[picked], cache, chosen)
         flat = here(where.slot_mapping)[picked]
         return [cache[n].view(-1, 2, 16)[flat] for n in ("key", "value")]
+
+    check(run, ROWS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_inputs(dtype: str) -> None:
+    wanted = attrs.evolve(inputs_request(4, 2, 32, dtype, block_size=16), demands=CAP | {"kv_layout:paged"})
+    op = operator(wanted)
+    where, blocks = layout([1] * ROWS, [1 + row % 9 for row in range(ROWS)], 16)
+    where = here(where)
+    qkv, weights = normal(ROWS, 8 * 32, dtype=dtype), [normal(32, dtype=dtype, seed=n) for n in (1, 2)]
+
+    def run(picked: Sequence[int]) -> Sequence[torch.Tensor]:
+        cache = {n: torch.zeros((blocks, 16, 2, 32), dtype=qkv.dtype, device=DEVICE) for n in ("key", "value")}
+        slots = where.slot_mapping[picked]
+        chosen = attrs.evolve(where, slot_mapping=slots, positions=where.positions[picked])
+        query = op.run(qkv[picked], cache, op.plan(chosen), *weights)
+        return [query, *(cache[n].view(-1, 2, 32)[slots] for n in ("key", "value"))]
 
     check(run, ROWS)
 
