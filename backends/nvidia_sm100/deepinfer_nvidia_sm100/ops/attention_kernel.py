@@ -183,6 +183,54 @@ def finish(
     tl.store(target, result, mask=live[:, None])
 
 
+@triton.jit
+def combined(partial, partial_lse, base, chunks, HEAD_DIM: tl.constexpr, FIXED: tl.constexpr, TOGETHER: tl.constexpr):
+    """Chunks ``base..base + chunks`` of one row and head: values ``[HEAD_DIM]``, largest logarithm, sum of weights."""
+    channel = tl.arange(0, HEAD_DIM)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros((HEAD_DIM,), tl.float32)
+    for number in range(0, chunks, TOGETHER):
+        if FIXED:
+            for beside in tl.static_range(TOGETHER):  # read ahead, put together one by one
+                real = number + beside < chunks
+                lse = tl.load(
+                    partial_lse + base + number + beside, mask=real, other=float("-inf"), cache_modifier=".cg"
+                )
+                place = partial + (base + number + beside) * HEAD_DIM + channel
+                values = tl.load(place, mask=real & (channel >= 0), other=0.0, cache_modifier=".cg")
+                acc, top, total = joined(acc, top, total, values, lse, False)
+        else:
+            part = number + tl.arange(0, TOGETHER)
+            real = part < chunks
+            lse = tl.load(partial_lse + base + part, mask=real, other=float("-inf"), cache_modifier=".cg")
+            place = partial + (base + part)[:, None] * HEAD_DIM + channel[None, :]
+            values = tl.load(place, mask=real[:, None], other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, tl.max(lse, axis=0))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(lse - safe)
+            shrink = tl.exp2(top - safe)
+            total = total * shrink + tl.sum(weights, axis=0)
+            acc = acc * shrink + tl.sum(weights[:, None] * values, axis=0)
+            top = higher
+    return acc, top, total
+
+
+@triton.jit
+def write_row(
+    acc, top, total, out, sinks, row, head, Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr
+):
+    """The same as :func:`finish` for one row and head."""
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        acc = acc * shrink
+        total = tl.fma(total, shrink, tl.exp2(sink - higher))
+    target = out + (row * Q_HEADS + head) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    tl.store(target, (acc / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])
 def attention_kernel(
     query,
@@ -191,6 +239,7 @@ def attention_kernel(
     out,
     partial,
     partial_lse,
+    arrived,
     sinks,
     table,
     positions,
@@ -211,6 +260,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
+    MERGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -223,7 +273,9 @@ def attention_kernel(
     """Grid (tiles, kv_heads, splits). TOKENS rows a tile at most, TOKENS * group <= BLOCK_M.
 
     The result is written, or under SPLIT ``partial [tiles, kv_heads, TOKENS * group,
-    most_chunks, HEAD_DIM]`` float32 and its logarithms of sums, base 2.
+    most_chunks, HEAD_DIM]`` float32 and its logarithms of sums, base 2. Under MERGE, for tiles of one row, the program
+    of a tile and key head that arrives last puts the chunks together; ``arrived [tiles, kv_heads]`` int32 holds zeros,
+    before and afterwards.
     """
     take_turn(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
@@ -287,6 +339,18 @@ def attention_kernel(
                 tl.store(partial_lse + place, lse, mask=live)
         else:
             finish(acc, top, total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
+    if MERGE:
+        counter = arrived + tile * KV_HEADS + kv_head
+        tl.debug_barrier()  # every thread's part is written before one thread says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            for number in tl.static_range(GROUP):
+                base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * GROUP + number) * most_chunks
+                merged, highest, sums = combined(partial, partial_lse, base, chunks, HEAD_DIM, FIXED, 8)
+                write_row(
+                    merged, highest, sums, out, sinks, first.to(tl.int64), kv_head * GROUP + number,
+                    Q_HEADS, HEAD_DIM, SINKS,
+                )  # fmt: skip
+            tl.store(counter, 0)
     if TOGETHER:
         finish(whole_acc, whole_top, whole_total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
 
@@ -325,38 +389,6 @@ def combine_kernel(
     if token < count:
         begin, size, chunks = chunks_of(start, last, chunk, splits, FIXED, WINDOW, BLOCK_N)
         head = kv_head * GROUP + member % GROUP
-        channel = tl.arange(0, HEAD_DIM)
         base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member) * most_chunks
-        top = tl.full((), float("-inf"), tl.float32)
-        total = tl.full((), 0.0, tl.float32)
-        acc = tl.zeros((HEAD_DIM,), tl.float32)
-        for number in range(0, chunks, TOGETHER):
-            if FIXED:
-                for beside in tl.static_range(TOGETHER):  # read ahead, put together one by one
-                    real = number + beside < chunks
-                    lse = tl.load(partial_lse + base + number + beside, mask=real, other=float("-inf"))
-                    place = partial + (base + number + beside) * HEAD_DIM + channel
-                    values = tl.load(place, mask=real & (channel >= 0), other=0.0)
-                    acc, top, total = joined(acc, top, total, values, lse, False)
-            else:
-                part = number + tl.arange(0, TOGETHER)
-                real = part < chunks
-                lse = tl.load(partial_lse + base + part, mask=real, other=float("-inf"))
-                values = tl.load(
-                    partial + (base + part)[:, None] * HEAD_DIM + channel[None, :], mask=real[:, None], other=0.0
-                )
-                higher = tl.maximum(top, tl.max(lse, axis=0))
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                weights = tl.exp2(lse - safe)
-                shrink = tl.exp2(top - safe)
-                total = total * shrink + tl.sum(weights, axis=0)
-                acc = acc * shrink + tl.sum(weights[:, None] * values, axis=0)
-                top = higher
-        if SINKS:
-            sink = tl.load(sinks + head) * LOG2E
-            higher = tl.maximum(top, sink)
-            shrink = tl.exp2(top - higher)
-            acc = acc * shrink
-            total = tl.fma(total, shrink, tl.exp2(sink - higher))
-        target = out + ((first + token).to(tl.int64) * Q_HEADS + head) * HEAD_DIM + channel
-        tl.store(target, (acc / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty))
+        acc, top, total = combined(partial, partial_lse, base, chunks, HEAD_DIM, FIXED, TOGETHER)
+        write_row(acc, top, total, out, sinks, (first + token).to(tl.int64), head, Q_HEADS, HEAD_DIM, SINKS)

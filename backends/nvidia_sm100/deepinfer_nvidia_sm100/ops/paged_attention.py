@@ -22,6 +22,8 @@ FIXED_CHUNK = 512
 """Tokens of a chunk under ``batch_invariant``."""
 LEAST_CHUNK = 128
 """Tokens below which another split costs more than it saves."""
+MOST_MERGED = 16
+"""Chunks up to which the last program to arrive puts them together; more are left to a launch of their own."""
 PROGRAMS_EACH = 6
 """Programs for each multiprocessor that splitting aims at."""
 
@@ -63,6 +65,7 @@ class Paged:
         self._fixed = "batch_invariant" in request.demands
         self._device = context.device
         self._group = request.q_heads // request.kv_heads
+        self._arrived = torch.zeros(context.max_tokens * request.kv_heads, dtype=torch.int32, device=context.device)
         self._programs = PROGRAMS_EACH * _multiprocessors(context.device)
         wide = request.head_dim > 128 or request.dtype == "float32"
         tokens = 32 if wide else 64
@@ -141,6 +144,7 @@ class Paged:
         if launch.tiles is None:
             tokens = 1
         split = launch.splits > 1
+        merge = split and launch.tiles is None and launch.most_chunks <= MOST_MERGED
         partial = lse = out
         if split:
             members = launch.count * request.kv_heads * tokens * self._group
@@ -170,6 +174,7 @@ class Paged:
             out,
             partial,
             lse,
+            self._arrived,
             some,
             layout.block_table,
             layout.positions,
@@ -182,6 +187,7 @@ class Paged:
             BLOCK_M=shape.rows,
             BLOCK_SIZE=request.block_size,
             SPLIT=split,
+            MERGE=merge,
             SOFTCAP=request.softcap is not None,
             SUM_BY_UNIT=self._fixed and request.dtype != "float32",
             PRECISION="ieee" if request.dtype == "float32" else "tf32",
@@ -189,7 +195,7 @@ class Paged:
             num_stages=shape.stages,
             **common,
         )
-        if split:
+        if split and not merge:
             combine_kernel[(launch.count, request.kv_heads * tokens * self._group)](
                 partial,
                 lse,
