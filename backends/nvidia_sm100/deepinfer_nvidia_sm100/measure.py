@@ -18,6 +18,24 @@ def rotations(bytes_each: int, most: int = 64) -> int:
 
 def microseconds(calls: Sequence[Callable[[], object]], *, rounds: int = 5, target: float = 2000.0) -> float:
     """Median time of one call. ``calls`` do the same work on different inputs; a round lasts about ``target`` us."""
+    graph = _recorded(calls)
+    once = _elapsed(graph, 1) / len(calls)
+    repeats = max(1, min(200, round(target / max(once * len(calls), 1e-3))))
+    return statistics.median(_elapsed(graph, repeats) / (repeats * len(calls)) for _ in range(rounds))
+
+
+def microseconds_once(calls: Sequence[Callable[[], object]], restore: Callable[[], object], rounds: int = 7) -> float:
+    """The same for calls that overwrite their inputs: each runs once a round, after ``restore``, which is not timed."""
+    graph = _recorded(calls)
+    times = []
+    for _ in range(rounds):
+        restore()
+        torch.cuda.synchronize()
+        times.append(_elapsed(graph, 1) / len(calls))
+    return statistics.median(times)
+
+
+def _recorded(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -29,9 +47,7 @@ def microseconds(calls: Sequence[Callable[[], object]], *, rounds: int = 5, targ
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    once = _elapsed(graph, 1) / len(calls)
-    repeats = max(1, min(200, round(target / max(once * len(calls), 1e-3))))
-    return statistics.median(_elapsed(graph, repeats) / (repeats * len(calls)) for _ in range(rounds))
+    return graph
 
 
 def _elapsed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:

@@ -64,7 +64,8 @@ def apply_kernel(
         parts = tl.num_programs(1)
         peak = tl.max(tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf")), axis=0)
         peak = tl.where(peak == float("-inf"), 0.0, peak)  # a row without a token stays one
-        token = tl.program_id(1) * PART + tl.arange(0, PART)
+        # The parts that were read last come first: those are still in the cache.
+        token = (parts - 1 - tl.program_id(1)) * PART + tl.arange(0, PART)
         place = logits + row.to(tl.int64) * row_stride + token
         score = tl.load(place, mask=token < vocab_size, other=0.0) - peak
         if MIN_P:
