@@ -85,6 +85,9 @@ class Paged:
         self._many = (
             Shape(rows=max(32 if single else 64, least), tokens=32, warps=8, stages=2)
             if wide
+            # With two sums, a chunk's and the whole one, a tile of 64 rows and four warps spills registers.
+            else Shape(rows=max(128, least), tokens=64, warps=8, stages=3)
+            if self._fixed
             else Shape(rows=max(64, least), tokens=64, warps=4, stages=3)
         )
         if self._fixed and single:
