@@ -101,7 +101,7 @@ def test_every_tile_sums_in_the_same_order(dtype: str) -> None:
         arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
         tiles = {attrs.evolve(tile, splits=1) for rows in (1, 32, 64) for tile in candidates(rows)}
         expected = None
-        for tile in [fixed_linear.MANY, *sorted(tiles, key=attrs.astuple), *(thumb(out, n) for n in (1, 32, 64))]:
+        for tile in [fixed_linear.MANY, *sorted(tiles, key=attrs.astuple), *(thumb(n) for n in (1, 32, 64))]:
             found = torch.full((300, out), float("nan"), dtype=x.dtype, device=DEVICE)
             few_rows.launch(x, weight, None, found, tile, arrived)
             expected = found if expected is None else expected

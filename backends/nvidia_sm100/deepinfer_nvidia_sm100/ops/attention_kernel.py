@@ -343,11 +343,11 @@ def attention_kernel(
         counter = arrived + tile * KV_HEADS + kv_head
         tl.debug_barrier()  # every thread's part is written before one thread says so
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-            for number in tl.static_range(GROUP):
-                base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * GROUP + number) * most_chunks
+            for which in tl.static_range(GROUP):
+                base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * GROUP + which) * most_chunks
                 merged, highest, sums = combined(partial, partial_lse, base, chunks, HEAD_DIM, FIXED, 8)
                 write_row(
-                    merged, highest, sums, out, sinks, first.to(tl.int64), kv_head * GROUP + number,
+                    merged, highest, sums, out, sinks, first.to(tl.int64), kv_head * GROUP + which,
                     Q_HEADS, HEAD_DIM, SINKS,
                 )  # fmt: skip
             tl.store(counter, 0)

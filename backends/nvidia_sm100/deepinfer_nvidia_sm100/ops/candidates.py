@@ -1,8 +1,8 @@
-"""The first half of cutting rows: which tokens can stay at all, found in one reading of the row.
+"""Rows of which much stays: which tokens can stay at all, found in one reading of the row.
 
 A sample of the row, 4,096 tokens in runs of eight, guesses a key that the last token to stay is not below. While the
-row is read, tokens at or above that key are copied to a list of their part; the largest key and the sum of exponentials
-of each part come along. A guess that was too high costs time, never the result: :mod:`.cutoff` then reads the row.
+row is read, tokens at or above that key are copied to a list of their part. A guess that was too high costs time, never
+the result: :mod:`.last_kept` then reads the row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .keys import LEAST_KEY, at, at_or_above, cuts, key_of
+from .keys import LEAST_KEY, OTHERS, at, at_or_above, key_of
 
 SAMPLE = 4096
 WAYS = tl.constexpr(4)
@@ -21,14 +21,14 @@ RUN = 8
 
 @triton.jit
 def guess_kernel(
-    logits, guess, slots, limit, vocab_size, row_stride,
+    logits, guess, state, slots, limit, vocab_size, row_stride,
     MASS: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N,): ``guess [N]`` int64, a key that the last token to stay lies at or above, most likely."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     bound = tl.load(limit + tl.load(slots + row))
-    if cuts(bound, vocab_size, MASS):
+    if tl.load(state + row * 2) == OTHERS:
         number = tl.arange(0, SAMPLE)
         runs = vocab_size // RUN
         spread = (number // RUN).to(tl.int64) * runs // (SAMPLE // RUN) * RUN + number % RUN
@@ -70,26 +70,21 @@ def guess_kernel(
 
 @triton.jit
 def collect_kernel(
-    logits, guess, peaks, sums, found, values, offsets, slots, limit, vocab_size, row_stride,
+    logits, guess, state, found, values, offsets, slots, limit, vocab_size, row_stride,
     MASS: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, parts): tokens of a part at or above the guess, as far as they fit, and how many there are.
 
-    ``values``, ``offsets [N, parts, CAP]`` in the order of ids, ``peaks`` (keys, int64), ``sums`` (of exponentials from
-    the part's largest logit), ``found [N, parts]``.
+    ``values``, ``offsets [N, parts, CAP]`` in the order of ids, ``found [N, parts]``.
     """
     take_turn(DEPENDENT)
     row = tl.program_id(0)
-    if cuts(tl.load(limit + tl.load(slots + row)), vocab_size, MASS):
+    if tl.load(state + row * 2) == OTHERS:
         column = tl.arange(0, PART)
         token = tl.program_id(1) * PART + column
         value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab_size, other=float("-inf"))
         key = key_of(value)
         place = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(peaks + place, tl.max(key, axis=0).to(tl.int64))
-        if MASS:
-            top = tl.max(value, axis=0)
-            tl.store(sums + place, tl.sum(tl.exp(value - tl.where(top == float("-inf"), 0.0, top)), axis=0))
         mine = key >= tl.load(guess + row).to(tl.uint32)
         rank = tl.cumsum(mine.to(tl.int32), axis=0)
         tl.store(found + place, tl.max(rank, axis=0))

@@ -9,6 +9,10 @@ LEAST_KEY = tl.constexpr(0x00800000)
 """Key of the smallest finite float32; -inf is the one below."""
 
 
+OTHERS = tl.constexpr(-2)
+"""``state`` of a row that :mod:`.few_groups` leaves to the kernels that come after."""
+
+
 @triton.jit
 def key_of(value):
     """float32 as uint32 of the same order. -0.0 equals 0.0; NaNs are largest."""
@@ -55,3 +59,19 @@ def at_or_above(key, inside, low, width, WAYS: tl.constexpr):
 def at(values, place, WAYS: tl.constexpr):
     """Element ``place`` of ``values [WAYS]``; a zero beyond."""
     return tl.sum(tl.where(tl.arange(0, WAYS) == place, values, tl.zeros_like(values)), axis=0)
+
+
+@triton.jit
+def softmax_of(peaks, sums, row, parts, MASS: tl.constexpr, PARTS: tl.constexpr):
+    """Largest key of a row (int64), its logit, and with MASS the sum of exponentials from there; from its parts'."""
+    part = tl.arange(0, PARTS)
+    real = part < parts
+    each = tl.load(peaks + row * parts + part, mask=real, other=0)
+    peak = tl.max(each, axis=0)
+    top = value_of(peak.to(tl.uint32))
+    total = tl.full((), 1.0, tl.float32)
+    if MASS:
+        shrink = tl.exp(tl.where(each < LEAST_KEY, float("-inf"), value_of(each.to(tl.uint32)) - top))
+        weights = tl.load(sums + row * parts + part, mask=real, other=0.0) * tl.where(real, shrink, 0.0)
+        total = tl.sum(weights.to(tl.float64), axis=0).to(tl.float32)
+    return peak, top, total

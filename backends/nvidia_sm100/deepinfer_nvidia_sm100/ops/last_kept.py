@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .keys import LEAST_KEY, at, at_or_above, cuts, key_of, reaches, value_of
+from .keys import LEAST_KEY, OTHERS, at, at_or_above, key_of, reaches, softmax_of, value_of
 
 FEW = 256
 """Candidates whose order is settled pair by pair."""
@@ -164,23 +164,19 @@ def last_kept_kernel(
     MASS: tl.constexpr, PART: tl.constexpr, CAP: tl.constexpr, FEW: tl.constexpr, LISTS: tl.constexpr,
     LANES: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N,): ``state [N, 2]`` int64, the last key that stays (-1: nothing goes) and its highest id that stays."""
+    """Grid (N,): ``state [N, 2]`` int64, the last key that stays (-1: nothing goes) and its highest id that stays.
+
+    Rows whose state is not OTHERS have it already.
+    """
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     bound = tl.load(limit + tl.load(slots + row))
-    if cuts(bound, vocab_size, MASS):
+    if tl.load(state + row * 2) == OTHERS:
         part = tl.arange(0, PARTS)
-        real = part < parts
-        part_peaks = tl.load(peaks + row * parts + part, mask=real, other=0)
-        most = tl.max(tl.load(found + row * parts + part, mask=real, other=0), axis=0)
-        peak = tl.max(part_peaks, axis=0)
-        top = value_of(peak.to(tl.uint32))
-        total = tl.full((), 1.0, tl.float32)
+        most = tl.max(tl.load(found + row * parts + part, mask=part < parts, other=0), axis=0)
+        peak, top, total = softmax_of(peaks, sums, row, parts, MASS, PARTS)
         single = peak < 0
         if MASS:
-            shrink = tl.exp(tl.where(part_peaks < LEAST_KEY, float("-inf"), value_of(part_peaks.to(tl.uint32)) - top))
-            weights = tl.load(sums + row * parts + part, mask=real, other=0.0) * tl.where(real, shrink, 0.0)
-            total = tl.sum(weights.to(tl.float64), axis=0).to(tl.float32)
             # A NaN or +inf makes all of the row NaN; a limit of nothing keeps the best.
             single = (bound <= 0.0) | (total != total)
         row_logits = logits + row.to(tl.int64) * row_stride

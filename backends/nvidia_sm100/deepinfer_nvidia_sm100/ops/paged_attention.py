@@ -20,11 +20,11 @@ from .dependent import dependent
 
 FIXED_CHUNK = 512
 """Tokens of a chunk under ``batch_invariant``."""
-LEAST_CHUNK = 128
+LEAST_CHUNK = 64
 """Tokens below which another split costs more than it saves."""
 MOST_MERGED = 16
 """Chunks up to which the last program to arrive puts them together; more are left to a launch of their own."""
-PROGRAMS_EACH = 6
+PROGRAMS_EACH = 3
 """Programs for each multiprocessor that splitting aims at."""
 
 
