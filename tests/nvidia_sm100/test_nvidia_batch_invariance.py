@@ -254,7 +254,7 @@ def test_paged_attention(window: int | None, dtype: str) -> None:
     wanted = attention_request(dtype, window=window, demands=CAP | {"kv_layout:paged"})
     source = random.Random(SEED)
     longest = 2100 if ON_GPU else 90
-    contexts = [source.randrange(1, longest) for _ in range(70 if ON_GPU else 5)] + [longest]
+    contexts = [source.randrange(1, longest) for _ in range(50 if ON_GPU else 5)] + [longest]
     scene = Scene([1] * len(contexts), contexts, dtype=getattr(torch, dtype))
     expected = attend(scene, wanted)
     for picked in companies(len(contexts))[-6:]:

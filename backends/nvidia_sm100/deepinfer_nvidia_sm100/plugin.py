@@ -45,8 +45,9 @@ ROW_CAPS = CAPS | {"batch_invariant"}
 STATE_CAPS = ROW_CAPS | {"device_state"}
 FP8_CAPS = ROW_CAPS | {"packed_weights"}
 KV_CAPS = frozenset({"kv_layout:paged"})
-PROOFS = "tests/nvidia_sm100/test_nvidia_batch_invariance.py"
-"""Where the cap ``batch_invariant`` is proved, a test for each operator."""
+PROOFS = "tests/nvidia_sm100"
+"""Where the cap ``batch_invariant`` is proved; ``test_nvidia_batch_invariance.py`` has a test for most operators."""
+FP8_PROOF = "test_nvidia_fp8_linear.py::test_a_row_has_the_same_bits_among_any_number_of_rows"
 DTYPES = ("bfloat16", "float16", "float32")
 CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
 
@@ -91,14 +92,16 @@ def _provider(
     *,
     proof: str | None = None,
 ) -> Provider:
-    """A provider, with the test of this name as the proof of ``batch_invariant`` where it claims that."""
+    """A provider, with this test, ``[file::]name``, as the proof of ``batch_invariant`` where it claims that."""
+    proof = proof or f"test_{name}"
+    test = proof if "::" in proof else f"test_nvidia_batch_invariance.py::{proof}"
     return Provider(
         name=name,
         op=op,
         build=LazyRef(f"deepinfer_nvidia_sm100.ops.{target}"),
         caps=caps,
         supports=supports or _floats,
-        proofs={"batch_invariant": f"{PROOFS}::{proof or 'test_' + name}"} if "batch_invariant" in caps else {},
+        proofs={"batch_invariant": f"{PROOFS}/{test}"} if "batch_invariant" in caps else {},
     )
 
 
@@ -204,13 +207,14 @@ def deepinfer_gemm(device: DeviceInfo) -> Sequence[Provider]:
             _invariant_linear,
             proof="test_linear",
         ),
-        _provider("fp8_linear", LinearRequest.op, "fp8_linear:Fp8Linear", FP8_CAPS, _fp8_linear),
+        _provider("fp8_linear", LinearRequest.op, "fp8_linear:Fp8Linear", FP8_CAPS, _fp8_linear, proof=FP8_PROOF),
         _provider(
             "rounded_fp8_linear",
             LinearRequest.op,
             "fp8_linear:RoundedFp8Linear",
             FP8_CAPS | {"rounded_activations"},
             _rounded_fp8_linear,
+            proof=FP8_PROOF,
         ),
         _provider(
             "deep_gemm_linear",

@@ -22,8 +22,10 @@ FIXED_CHUNK = 512
 """Tokens of a chunk under ``batch_invariant``."""
 LEAST_CHUNK = 64
 """Tokens below which another split costs more than it saves."""
-MOST_MERGED = 16
+MOST_MERGED = 4
 """Chunks up to which the last program to arrive puts them together; more are left to a launch of their own."""
+MOST_MERGED_FIXED = 16
+"""The same under ``batch_invariant``, where this is a bound: most contexts have fewer chunks of FIXED_CHUNK tokens."""
 PROGRAMS_EACH = 3
 """Programs for each multiprocessor that splitting aims at."""
 
@@ -147,7 +149,8 @@ class Paged:
         if launch.tiles is None:
             tokens = 1
         split = launch.splits > 1
-        merge = split and launch.tiles is None and launch.most_chunks <= MOST_MERGED
+        merge = split and launch.tiles is None and launch.count * request.kv_heads <= len(self._arrived)
+        merge = merge and launch.most_chunks <= (MOST_MERGED_FIXED if self._fixed else MOST_MERGED)
         partial = lse = out
         if split:
             members = launch.count * request.kv_heads * tokens * self._group
