@@ -99,7 +99,9 @@ def test_every_tile_sums_in_the_same_order(dtype: str) -> None:
     for out, inner in ((2560, 9728), (6144, 2560), (1000, 777)):
         x, weight = normal(300, inner, dtype=dtype), normal(out, inner, dtype=dtype, seed=1)
         arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-        tiles = {attrs.evolve(tile, splits=1) for rows in (1, 32, 64) for tile in candidates(rows)}
+        tiles = {
+            attrs.evolve(tile, splits=1) for rows in (1, 32, 64) for tile in candidates(rows) if not tile.described
+        }
         expected = None
         for tile in [fixed_linear.MANY, *sorted(tiles, key=attrs.astuple), *(thumb(n) for n in (1, 32, 64))]:
             found = torch.full((300, out), float("nan"), dtype=x.dtype, device=DEVICE)
