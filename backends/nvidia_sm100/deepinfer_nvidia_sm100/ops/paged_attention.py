@@ -81,7 +81,7 @@ class Paged:
             if few > 32
             else Shape(rows=few, tokens=tokens, warps=4 if wide else 2, stages=2 if wide else 3)
         )
-        if request.cache_dtype == "float8_e4m3fn" and not wide and few <= 32:
+        if request.cache_dtype == "float8_e4m3fn" and not wide and few <= 32 and not self._fixed:
             # Half the bytes a token: twice the tokens at a time.
             self._few = Shape(rows=few, tokens=128, warps=4, stages=2)
         self._many = (
