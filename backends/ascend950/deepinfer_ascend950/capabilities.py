@@ -57,7 +57,7 @@ NATIVE = {
         refused="heads, head_dim or entries a block that are no power of two from 16; no triton-ascend",
     ),
     "attention.compress:triton_compress": Native(
-        operator="own Triton kernel (pooling), npu_rms_norm, npu_rotary_mul; only when asked for",
+        operator="own Triton kernel (pooling), only when asked for; then npu_rms_norm and npu_rotary_mul",
         named=None,
         checked=KERNEL,
         refused="head_dim no multiple of 64, float64; no triton-ascend",
