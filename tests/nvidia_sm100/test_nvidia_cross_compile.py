@@ -86,7 +86,8 @@ def test_a_kernel_compiles_within_the_chips_limits(capability: int, case: str, t
     assert kernels
     for kernel in kernels:
         # Products of float32 without the matrix unit index their operands: a few bytes of stack, no lack of registers.
-        assert kernel["stack"] <= (64 if "float32" in case else 0), kernel
+        # The searches of top-k keep a few words there.
+        assert kernel["stack"] <= (64 if "float32" in case or case == "sampling" else 0), kernel
         assert kernel["shared"] <= SHARED_BYTES, kernel
         assert kernel["tensor_memory"] <= TENSOR_MEMORY, kernel
     if case in ON_MATRIX_UNIT:
