@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,18 @@ def random_qwen3(directory: Path, changes: Mapping[str, Any] | None = None, seed
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.02
 
+    tensors = qwen3_tensors(config, normal, torch.ones)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def qwen3_tensors(
+    config: Mapping[str, Any], normal: Callable[..., torch.Tensor], ones: Callable[[int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A Qwen3 with a tied head, by names in a checkpoint: matrices are ``normal(out, in)``, norms ``ones(size)``."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    tensors = {
-        "model.embed_tokens.weight": normal(config["vocab_size"], hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
+    tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for name, size in (
@@ -60,7 +66,7 @@ def random_qwen3(directory: Path, changes: Mapping[str, Any] | None = None, seed
             ("self_attn.q_norm", dim),
             ("self_attn.k_norm", dim),
         ):
-            tensors[f"{prefix}.{name}.weight"] = torch.ones(size)
+            tensors[f"{prefix}.{name}.weight"] = ones(size)
         for name, shape in (
             ("self_attn.q_proj", (query, hidden)),
             ("self_attn.k_proj", (kv, hidden)),
@@ -71,8 +77,7 @@ def random_qwen3(directory: Path, changes: Mapping[str, Any] | None = None, seed
             ("mlp.down_proj", (hidden, inner)),
         ):
             tensors[f"{prefix}.{name}.weight"] = normal(*shape)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return tensors
 
 
 def random_prompts(count: int, length: int, *, seed: int = 0, vocab_size: int = 32000) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import QWEN3
+from common import QWEN3, qwen3_tensors
 from safetensors.torch import save_file
 
 QWEN3_4B: Mapping[str, Any] = {
@@ -34,8 +34,6 @@ def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
     if file.exists():
         return folder
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, device="cuda") * 0.02).to(torch.bfloat16).cpu()
@@ -43,27 +41,7 @@ def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    tensors = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, shape in (
-            ("self_attn.q_proj", (query, hidden)),
-            ("self_attn.k_proj", (kv, hidden)),
-            ("self_attn.v_proj", (kv, hidden)),
-            ("self_attn.o_proj", (hidden, query)),
-            ("mlp.gate_proj", (inner, hidden)),
-            ("mlp.up_proj", (inner, hidden)),
-            ("mlp.down_proj", (hidden, inner)),
-        ):
-            tensors[f"{prefix}{name}.weight"] = normal(*shape)
-        for name, size in (
-            ("input_layernorm", hidden),
-            ("post_attention_layernorm", hidden),
-            ("self_attn.q_norm", dim),
-            ("self_attn.k_norm", dim),
-        ):
-            tensors[f"{prefix}{name}.weight"] = ones(size)
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(qwen3_tensors(config, normal, ones), file, metadata={"format": "pt"})
     return folder
 
 
