@@ -87,7 +87,7 @@ def test_group_given_as_a_value_lists_its_fields() -> None:
     text = message(overrides={"model": "demo"})
     assert text == (
         "model = 'demo' (from argument): model is a group; set one of its fields: "
-        "path, dtype, max_model_len, tokenizer, qdq"
+        "path, dtype, max_model_len, tokenizer, qdq, fp8_activations"
     )
 
 

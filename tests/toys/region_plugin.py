@@ -53,7 +53,7 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             op=f"fused.{name}",
             build=LazyRef(f"toys.region_plugin:{target}"),
             caps=caps,
-            supports=lambda _: yes(50),
+            supports=lambda _: yes(500),
         )
         for name, target in (("attention_inputs", "AttentionInputs"), ("gated_linear", "GatedLinear"))
     ]
