@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
 
-from .gemm import WeightPart
+from .attention import WriteKVRequest
+from .gemm import LinearRequest, WeightPart
+from .pointwise import RmsNormRequest, RopeRequest, SwigluRequest
 from .provider import OpRequest
 
 if TYPE_CHECKING:
@@ -69,6 +71,39 @@ class AttentionInputsRequest(OpRequest):
     def cache_groups(self) -> tuple[str, ...]:
         return (self.cache_group,)
 
+    @property
+    def head_norm(self) -> RmsNormRequest | None:
+        """The part that norms heads, without demands as all parts here; None where there is none."""
+        if self.norm_eps is None:
+            return None
+        return RmsNormRequest(hidden=self.head_dim, eps=self.norm_eps, dtype=self.dtype, device_type=self.device_type)
+
+    @property
+    def rope(self) -> RopeRequest:
+        """The part that turns queries and keys."""
+        return RopeRequest(
+            head_dim=self.head_dim,
+            rotary_dim=self.head_dim,
+            theta=self.theta,
+            scaling=self.scaling,
+            max_positions=self.max_positions,
+            dtype=self.dtype,
+            device_type=self.device_type,
+        )
+
+    @property
+    def write_kv(self) -> WriteKVRequest:
+        """The part that writes the cache."""
+        return WriteKVRequest(
+            cache_group=self.cache_group,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            block_size=self.block_size,
+            device_type=self.device_type,
+        )
+
 
 class AttentionInputs(Protocol):
     """Norm of the heads, rotary embedding and cache write of a layer."""
@@ -117,6 +152,24 @@ class GatedLinearRequest(OpRequest):
     weight_dtype: str
     bias: bool = False
     limit: float | None = None
+
+    @property
+    def linear(self) -> LinearRequest:
+        """The merged product, without demands."""
+        return LinearRequest(
+            in_features=self.in_features,
+            out_features=2 * self.width,
+            dtype=self.dtype,
+            out_dtype=self.dtype,
+            weight_dtype=self.weight_dtype,
+            bias=self.bias,
+            device_type=self.device_type,
+        )
+
+    @property
+    def swiglu(self) -> SwigluRequest:
+        """The gate."""
+        return SwigluRequest(width=self.width, limit=self.limit, dtype=self.dtype, device_type=self.device_type)
 
 
 class GatedLinear(Protocol):

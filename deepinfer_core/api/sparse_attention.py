@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
 
+from .pointwise import RmsNormRequest, RopeRequest
 from .provider import OpRequest
+from .quantise import QuantiseDequantiseRequest
 
 if TYPE_CHECKING:
     import torch
@@ -203,6 +205,41 @@ class CompressRequest(OpRequest):
     @property
     def cache_groups(self) -> tuple[str, ...]:
         return (self.cache_group, self.entry_group)
+
+    @property
+    def entry_norm(self) -> RmsNormRequest:
+        """What norms a pooled entry, without demands as all parts here."""
+        return RmsNormRequest(hidden=self.head_dim, eps=self.eps, dtype=self.dtype, device_type=self.device_type)
+
+    @property
+    def rope(self) -> RopeRequest:
+        """What turns it."""
+        return RopeRequest(
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            theta=self.theta,
+            dtype=self.dtype,
+            max_positions=self.max_positions,
+            interleaved=True,
+            trailing=True,
+            scaling=self.scaling,
+            device_type=self.device_type,
+        )
+
+    @property
+    def rounding(self) -> QuantiseDequantiseRequest | None:
+        """What rounds it; None without ``qdq``."""
+        if not self.qdq:
+            return None
+        return QuantiseDequantiseRequest(
+            format="fp8:e4m3" if self.qdq == "fp8:e4m3" else "fp4:e2m1",
+            width=self.head_dim,
+            channels=self.qdq_channels,
+            group=self.qdq_group,
+            dtype=self.dtype,
+            hadamard=self.hadamard,
+            device_type=self.device_type,
+        )
 
 
 class Compress(Protocol):

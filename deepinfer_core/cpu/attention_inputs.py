@@ -14,10 +14,7 @@ from deepinfer_core.api import (
     AttentionInputsRequest,
     BuildContext,
     LayerCache,
-    RmsNormRequest,
-    RopeRequest,
     StepLayout,
-    WriteKVRequest,
 )
 
 from . import attention, transposed_keys
@@ -39,28 +36,10 @@ class AttentionInputs:
         r = request
         self._heads = (r.q_heads, r.kv_heads)
         self._rows = (-1, r.q_heads + 2 * r.kv_heads, r.head_dim)
-        rope = RopeRequest(
-            head_dim=r.head_dim,
-            rotary_dim=r.head_dim,
-            theta=r.theta,
-            scaling=r.scaling,
-            max_positions=r.max_positions,
-            dtype=r.dtype,
-        )
-        self._rope = Rope(rope, context)
-        self._norm = None
-        if r.norm_eps is not None:
-            self._norm = RmsNorm(RmsNormRequest(hidden=r.head_dim, eps=r.norm_eps, dtype=r.dtype), context)
-        write = WriteKVRequest(
-            cache_group=r.cache_group,
-            kv_heads=r.kv_heads,
-            head_dim=r.head_dim,
-            dtype=r.dtype,
-            cache_dtype=r.cache_dtype,
-            block_size=r.block_size,
-        )
+        self._rope = Rope(r.rope, context)
+        self._norm = None if r.head_norm is None else RmsNorm(r.head_norm, context)
         transposed = f"kv_layout:{transposed_keys.LAYOUT}" in r.demands
-        self._write: Any = (transposed_keys if transposed else attention).WriteKV(write, context)
+        self._write: Any = (transposed_keys if transposed else attention).WriteKV(r.write_kv, context)
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, layout: StepLayout) -> Plan:

@@ -12,9 +12,6 @@ from deepinfer_core.api import (
     BuildContext,
     CompressRequest,
     LayerCache,
-    QdqFormat,
-    QuantiseDequantiseRequest,
-    RopeRequest,
     StepLayout,
 )
 
@@ -55,18 +52,8 @@ class Compress:
         r = self._request = request
         self._span = r.rate * (2 if r.overlap else 1)
         self._eps = np.float32(r.eps)
-        rotation = RopeRequest(
-            head_dim=r.head_dim,
-            rotary_dim=r.rotary_dim,
-            theta=r.theta,
-            dtype=r.dtype,
-            max_positions=r.max_positions,
-            interleaved=True,
-            trailing=True,
-            scaling=r.scaling,
-        )
-        self._rope = RopePairs(rotation, context)
-        self._qdq = context.reference(_rounding(r)) if r.qdq else None
+        self._rope = RopePairs(r.rope, context)
+        self._qdq = None if r.rounding is None else context.reference(r.rounding)
 
     def plan(self, tail_layout: StepLayout, entry_layout: StepLayout) -> Plan:
         """Find the windows that close in this step."""
@@ -134,15 +121,3 @@ def _pooled(values: Array, scores: Array, absent: np.ndarray[Any, np.dtype[np.bo
     powers = np.exp(scores - scores.max(axis=1, keepdims=True))
     pooled: Array = (powers * values).sum(axis=1) / powers.sum(axis=1)
     return pooled
-
-
-def _rounding(r: CompressRequest) -> QuantiseDequantiseRequest:
-    format: QdqFormat = "fp8:e4m3" if r.qdq == "fp8:e4m3" else "fp4:e2m1"
-    return QuantiseDequantiseRequest(
-        format=format,
-        width=r.head_dim,
-        channels=r.qdq_channels,
-        group=r.qdq_group,
-        dtype=r.dtype,
-        hadamard=r.hadamard,
-    )

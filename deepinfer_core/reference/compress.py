@@ -14,9 +14,6 @@ from deepinfer_core.api import (
     BuildContext,
     CompressRequest,
     LayerCache,
-    QuantiseDequantiseRequest,
-    RmsNormRequest,
-    RopeRequest,
     StepLayout,
 )
 
@@ -56,31 +53,9 @@ class Compress:
     def __init__(self, request: CompressRequest, context: BuildContext) -> None:
         r = self._request = request
         self._dtype = dtype_named(r.dtype)
-        self._norm = RmsNorm(RmsNormRequest(hidden=r.head_dim, eps=r.eps, dtype=r.dtype), context)
-        self._rope = Rope(
-            RopeRequest(
-                head_dim=r.head_dim,
-                rotary_dim=r.rotary_dim,
-                theta=r.theta,
-                dtype=r.dtype,
-                max_positions=r.max_positions,
-                interleaved=True,
-                trailing=True,
-                scaling=r.scaling,
-            ),
-            context,
-        )
-        self._qdq: QuantiseDequantise | None = None
-        if r.qdq:
-            rounding = QuantiseDequantiseRequest(
-                format="fp8:e4m3" if r.qdq == "fp8:e4m3" else "fp4:e2m1",
-                width=r.head_dim,
-                channels=r.qdq_channels,
-                group=r.qdq_group,
-                dtype=r.dtype,
-                hadamard=r.hadamard,
-            )
-            self._qdq = QuantiseDequantise(rounding, context)
+        self._norm = RmsNorm(r.entry_norm, context)
+        self._rope = Rope(r.rope, context)
+        self._qdq = None if r.rounding is None else QuantiseDequantise(r.rounding, context)
 
     def plan(self, tail_layout: StepLayout, entry_layout: StepLayout) -> CompressPlan:
         """Find the windows that close in this step, on the host."""

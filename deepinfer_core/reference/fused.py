@@ -12,13 +12,8 @@ from deepinfer_core.api import (
     BuildContext,
     GatedLinearRequest,
     LayerCache,
-    LinearRequest,
-    RmsNormRequest,
-    RopeRequest,
     StepLayout,
-    SwigluRequest,
     WeightPart,
-    WriteKVRequest,
 )
 
 from .attention import WriteKV
@@ -31,34 +26,10 @@ class AttentionInputs:
     """Norm of the heads, rotary embedding, cache write."""
 
     def __init__(self, request: AttentionInputsRequest, context: BuildContext) -> None:
-        common: dict[str, Any] = {"device_type": request.device_type, "dtype": request.dtype}
-        dim = request.head_dim
-        self._request = request
-        self._norm = None
-        if request.norm_eps is not None:
-            self._norm = RmsNorm(RmsNormRequest(hidden=dim, eps=request.norm_eps, **common), context)
-        self._rope = Rope(
-            RopeRequest(
-                head_dim=dim,
-                rotary_dim=dim,
-                theta=request.theta,
-                scaling=request.scaling,
-                max_positions=request.max_positions,
-                **common,
-            ),
-            context,
-        )
-        self._write = WriteKV(
-            WriteKVRequest(
-                cache_group=request.cache_group,
-                kv_heads=request.kv_heads,
-                head_dim=dim,
-                cache_dtype=request.cache_dtype,
-                block_size=request.block_size,
-                **common,
-            ),
-            context,
-        )
+        self._request, norm = request, request.head_norm
+        self._norm = None if norm is None else RmsNorm(norm, context)
+        self._rope = Rope(request.rope, context)
+        self._write = WriteKV(request.write_kv, context)
 
     def plan(self, layout: StepLayout) -> tuple[StepLayout, Any]:
         """The layout, and the angles of its rows."""
@@ -90,24 +61,8 @@ class GatedLinear:
     """Merged product, gated activation."""
 
     def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
-        self._linear = Linear(
-            LinearRequest(
-                in_features=request.in_features,
-                out_features=2 * request.width,
-                dtype=request.dtype,
-                out_dtype=request.dtype,
-                weight_dtype=request.weight_dtype,
-                bias=request.bias,
-                device_type=request.device_type,
-            ),
-            context,
-        )
-        self._swiglu = Swiglu(
-            SwigluRequest(
-                width=request.width, limit=request.limit, dtype=request.dtype, device_type=request.device_type
-            ),
-            context,
-        )
+        self._linear = Linear(request.linear, context)
+        self._swiglu = Swiglu(request.swiglu, context)
 
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedLinear:
         """As ``gemm.linear``'s, gate first."""

@@ -16,9 +16,6 @@ from deepinfer_core.api import (
     BuildContext,
     CompressRequest,
     LayerCache,
-    QdqFormat,
-    QuantiseDequantiseRequest,
-    RopeRequest,
     StepLayout,
 )
 
@@ -60,20 +57,8 @@ class Compress:
     def __init__(self, request: CompressRequest, context: BuildContext) -> None:
         r = self._request = request
         self._span = r.rate * (2 if r.overlap else 1)
-        self._rope = Rope(
-            RopeRequest(
-                head_dim=r.head_dim,
-                rotary_dim=r.rotary_dim,
-                theta=r.theta,
-                dtype=r.dtype,
-                max_positions=r.max_positions,
-                interleaved=True,
-                trailing=True,
-                scaling=r.scaling,
-            ),
-            context,
-        )
-        self._qdq = QuantiseDequantise(_rounding(r), context) if r.qdq else None
+        self._rope = Rope(r.rope, context)
+        self._qdq = None if r.rounding is None else QuantiseDequantise(r.rounding, context)
 
     def plan(self, tail_layout: StepLayout, entry_layout: StepLayout) -> Plan:
         """Find the windows that close in this step."""
@@ -143,15 +128,3 @@ def _pooled(values: Array, scores: Array, absent: np.ndarray[Any, np.dtype[np.bo
         weight += powers[:, row]
     pooled: Array = total / weight
     return pooled
-
-
-def _rounding(r: CompressRequest) -> QuantiseDequantiseRequest:
-    format: QdqFormat = "fp8:e4m3" if r.qdq == "fp8:e4m3" else "fp4:e2m1"
-    return QuantiseDequantiseRequest(
-        format=format,
-        width=r.head_dim,
-        channels=r.qdq_channels,
-        group=r.qdq_group,
-        dtype=r.dtype,
-        hadamard=r.hadamard,
-    )

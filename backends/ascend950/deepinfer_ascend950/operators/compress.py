@@ -19,9 +19,6 @@ from deepinfer_core.api import (
     BuildContext,
     CompressRequest,
     LayerCache,
-    QuantiseDequantiseRequest,
-    RmsNormRequest,
-    RopeRequest,
     StepLayout,
 )
 
@@ -55,30 +52,10 @@ class Compress:
     def __init__(self, request: CompressRequest, context: BuildContext) -> None:
         r = self._request = request
         self._dtype: torch.dtype = getattr(torch, r.dtype)
-        norm = RmsNormRequest(hidden=r.head_dim, eps=r.eps, dtype=r.dtype)
-        rope = RopeRequest(
-            head_dim=r.head_dim,
-            rotary_dim=r.rotary_dim,
-            theta=r.theta,
-            dtype=r.dtype,
-            max_positions=r.max_positions,
-            interleaved=True,
-            trailing=True,
-            scaling=r.scaling,
-        )
+        norm, rope = r.entry_norm, r.rope
         self._norm: Any = RmsNorm(norm, context) if support.pointwise(norm) else context.reference(norm)
         self._rope: Any = Rope(rope, context) if support.rope(rope) else context.reference(rope)
-        self._round: Any = None
-        if r.qdq:
-            rounding = QuantiseDequantiseRequest(
-                format="fp8:e4m3" if r.qdq == "fp8:e4m3" else "fp4:e2m1",
-                width=r.head_dim,
-                channels=r.qdq_channels,
-                group=r.qdq_group,
-                dtype=r.dtype,
-                hadamard=r.hadamard,
-            )
-            self._round = context.reference(rounding)
+        self._round: Any = None if r.rounding is None else context.reference(r.rounding)
 
     def plan(self, tail_layout: StepLayout, entry_layout: StepLayout) -> _Plan:
         """Find the windows that close in this step, on the host."""

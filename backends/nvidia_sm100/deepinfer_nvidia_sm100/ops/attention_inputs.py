@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepinfer_core.api import AttentionInputsRequest, BuildContext, LayerCache, RopeRequest, StepLayout
+from deepinfer_core.api import AttentionInputsRequest, BuildContext, LayerCache, StepLayout
 
 from .dependent import dependent, take_turn
 from .rope import angle_table
@@ -108,16 +108,7 @@ class AttentionInputs:
 
     def __init__(self, request: AttentionInputsRequest, context: BuildContext) -> None:
         self._request = request
-        rope = RopeRequest(
-            head_dim=request.head_dim,
-            rotary_dim=request.head_dim,
-            theta=request.theta,
-            scaling=request.scaling,
-            max_positions=request.max_positions,
-            dtype=request.dtype,
-            device_type=request.device_type,
-        )
-        self._table = angle_table(rope, context)
+        self._table = angle_table(request.rope, context)
         most = max(request.q_heads, request.kv_heads)
         self._heads = min(power_of_two(most), max(1, ELEMENTS // request.head_dim))
         self._parts = triton.cdiv(request.q_heads, self._heads) + triton.cdiv(request.kv_heads, self._heads)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepinfer_core.api import BuildContext, GatedLinearRequest, LinearRequest, SwigluRequest, WeightPart
+from deepinfer_core.api import BuildContext, GatedLinearRequest, WeightPart
 
 from .few_rows import launch
 from .linear import Linear, PackedWeight, few_tiles
@@ -22,21 +22,9 @@ class GatedLinear:
     """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U."""
 
     def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
-        merged = LinearRequest(
-            in_features=request.in_features,
-            out_features=2 * request.width,
-            dtype=request.dtype,
-            out_dtype=request.dtype,
-            weight_dtype=request.weight_dtype,
-            bias=request.bias,
-            device_type=request.device_type,
-        )
-        activation = SwigluRequest(
-            width=request.width, limit=request.limit, dtype=request.dtype, device_type=request.device_type
-        )
-        self._linear = Linear(merged, context)
-        self._tiles = few_tiles(merged, context, "gated_linear")
-        self._swiglu = Swiglu(activation, context)
+        self._linear = Linear(request.linear, context)
+        self._tiles = few_tiles(request.linear, context, "gated_linear")
+        self._swiglu = Swiglu(request.swiglu, context)
         self._width = request.width
         self._limit = request.limit
 
