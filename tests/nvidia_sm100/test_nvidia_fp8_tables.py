@@ -29,7 +29,7 @@ def test_the_packages_answers_fit_the_chip() -> None:
     found = 0
     for file in tables.FOLDER.glob("*.json"):
         for kind in KINDS:
-            for shape, rows in fp8_tables.fp8_table(file.stem, kind).items():
+            for shape, rows in tables.measured(file.stem, None, f"fp8_{kind}").items():
                 assert all(int(size) for size in shape.split("x"))
                 assert [most for most, _ in rows] == sorted({most for most, _ in rows})
                 for most, answer in rows:
@@ -54,7 +54,7 @@ def test_a_users_answers_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tuning.save(Path(own), {"200x384": [[4, None], [99, ["many", *attrs.astuple(MANY)]]]}, "fp8_rounded")
     tuning.save(Path(own), {"7x8": [[64, None]]})
     assert set(json.loads(Path(own).read_text())) == {"linear", "fp8_plain", "fp8_rounded"}
-    monkeypatch.setattr(fp8_tables, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
     device = torch.device("cpu")
     assert fp8_tables.fp8_tile("plain", device, 200, 384, 3, own) == FEW
     assert fp8_tables.fp8_tile("plain", device, 200, 384, 5, own) is None
@@ -80,7 +80,7 @@ def test_a_broken_table_of_answers_is_one_line(tmp_path: Path, text: str | None)
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"plugins\.nvidia_sm100\.table=.*deepinfer tune"):
-        fp8_tables.fp8_table("sm_90", "plain", str(path))
+        tables.measured("sm_90", str(path), "fp8_plain")
 
 
 def test_what_is_tried_fits_the_chip() -> None:

@@ -29,7 +29,7 @@ def test_the_packages_tables_hold_tiles_that_fit() -> None:
     files = list(tables.FOLDER.glob("*.json"))
     assert files
     for file, section in itertools.product(files, ("linear", "gated_linear")):
-        for shape, rows in tables.linear_table(file.stem, None, section).items():
+        for shape, rows in tables.measured(file.stem, None, section).items():
             assert [int(n) for n in shape.split("x")]
             assert [most for most, _ in rows] == sorted({most for most, _ in rows})
             for most, numbers in rows:
@@ -69,7 +69,7 @@ def test_a_broken_table_is_one_line(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"plugins\.nvidia_sm100\.table=.*deepinfer tune"):
-        tables.linear_table("sm_90", str(path))
+        tables.measured("sm_90", str(path))
 
 
 def test_neighbours_of_equal_answer_are_one_entry() -> None:

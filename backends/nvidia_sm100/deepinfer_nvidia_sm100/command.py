@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from deepinfer_core.api import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from .fp8_tables import Kind
+
+    Fp8Shapes = dict[tuple[Kind, str], tuple[int, int, str]]
 
 Shapes = dict[str, tuple[int, int, str]]
 
@@ -46,9 +51,9 @@ def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
     return found, gated
 
 
-def fp8_shapes_of(plan: Any) -> dict[tuple[str, str], tuple[int, int, str]]:
+def fp8_shapes_of(plan: Any) -> Fp8Shapes:
     """``plain`` or ``rounded`` and ``"NxK"`` -> rows, columns and result dtype of every matrix in FP8."""
-    found = {}
+    found: Fp8Shapes = {}
     for choice in choices_of(plan):
         request = choice["request"]
         if choice["op"] != "gemm.linear" or request.get("dtype") not in ("bfloat16", "float16"):
@@ -56,7 +61,7 @@ def fp8_shapes_of(plan: Any) -> dict[tuple[str, str], tuple[int, int, str]]:
         stored = str(request.get("weight_dtype", ""))
         if stored.startswith("fp8:e4m3:") and stored.endswith("x128"):
             out, inner = int(request["out_features"]), int(request["in_features"])
-            kind = "rounded" if request.get("activations") else "plain"
+            kind: Kind = "rounded" if request.get("activations") else "plain"
             found[kind, f"{out}x{inner}"] = (out, inner, str(request["out_dtype"]))
     return found
 
@@ -105,14 +110,14 @@ def tune(plan: IO[str], out: Path) -> None:
     click.echo(f"written to {out}; use: --set plugins.nvidia_sm100.table={out}")
 
 
-def _tune_fp8(shapes: dict[tuple[str, str], tuple[int, int, str]], out: Path) -> None:
+def _tune_fp8(shapes: Fp8Shapes, out: Path) -> None:
     from .fp8_tuning import ROWS, Fp8Tuner, entries
     from .tuning import save
 
     tuner = Fp8Tuner()
     tuner.compile(shapes.values())
     for (kind, name), shape in shapes.items():
-        measured = [tuner.best("rounded" if kind == "rounded" else "plain", shape, rows) for rows in ROWS]
+        measured = [tuner.best(kind, shape, rows) for rows in ROWS]
         save(out, {name: entries(measured)}, f"fp8_{kind}")
         rate = max(2e-6 * shape[0] * shape[1] * m["rows"] / m["us"] for m in measured)
         click.echo(f"{name} in FP8, rows {kind}: up to {rate:.0f} TFLOP/s", err=True)

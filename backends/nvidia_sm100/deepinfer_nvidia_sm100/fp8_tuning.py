@@ -17,8 +17,10 @@ from .ops import fp8_few_rows, fp8_many_rows
 from .ops.few_rows import Tile
 from .ops.fp8_many_rows import ManyTile
 from .ops.fp8_weight import Fp8Weight
+from .ops.linear import multiplied
 from .ops.quantise_rows import quantise_rows
 from .ops.widen_weight import widen
+from .tables import joined
 from .tuning import SHARED_BYTES, Shape
 
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -146,14 +148,12 @@ class Fp8Tuner:
         )
 
     def _widened(self, shape: Shape, rows: int, sets: int) -> list[Callable[[], object]]:
-        x = torch.randn(rows, shape[1], device="cuda").to(torch.bfloat16)
-        return [_widened(x, weight, getattr(torch, shape[2])) for weight in made_weights(shape, sets)]
+        x, dtype = torch.randn(rows, shape[1], device="cuda").to(torch.bfloat16), getattr(torch, shape[2])
+        return [_widened(x, weight, dtype) for weight in made_weights(shape, sets)]
 
 
 def _widened(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Callable[[], object]:
-    if dtype == x.dtype:
-        return lambda: torch.nn.functional.linear(x, widen(weight, x.dtype))
-    return lambda: torch.mm(x, widen(weight, x.dtype).t(), out_dtype=dtype)
+    return lambda: multiplied(x, widen(weight, x.dtype), None, dtype)
 
 
 def _many(
@@ -179,11 +179,5 @@ def made_weights(shape: Shape, sets: int) -> list[Fp8Weight]:
 
 
 def entries(measured: Iterable[dict[str, Any]]) -> list[list[Any]]:
-    """Rows of a table: ``[most rows, answer]`` ascending, neighbours of equal answer joined."""
-    made: list[list[Any]] = []
-    for found in sorted(measured, key=lambda item: int(item["rows"])):
-        if made and made[-1][1] == found["answer"]:
-            made[-1][0] = found["rows"]
-        else:
-            made.append([found["rows"], found["answer"]])
-    return made
+    """What :meth:`Fp8Tuner.best` found for a shape, as a table has it."""
+    return joined((int(found["rows"]), found["answer"]) for found in measured)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,8 @@ def numbers_of(tile: Tile) -> list[Any]:
 
 
 @functools.cache
-def linear_table(arch: str, own: str | None = None, section: str = "linear") -> dict[str, Any]:
-    """Shape -> rows and tiles: the package's, and over them those of a user's own file, which may lack the section.
+def measured(arch: str, own: str | None = None, section: str = "linear") -> dict[str, Any]:
+    """Shape -> rows and answers: the package's, and over them those of a user's own file, which may lack the section.
 
     Raises:
         ConfigError: the file cannot be read, or is no such table.
@@ -60,6 +61,16 @@ def linear_table(arch: str, own: str | None = None, section: str = "linear") -> 
     return found
 
 
+def answer_for(
+    section: str, device: torch.device, out_features: int, in_features: int, rows: int, own: str | None = None
+) -> Any:
+    """A section's entry for this product, as it lies there; ``"thumb"`` where nothing was measured."""
+    for most, answer in measured(architecture(device), own, section).get(f"{out_features}x{in_features}", ()):
+        if rows <= most:
+            return answer
+    return "thumb"
+
+
 def linear_tile(
     device: torch.device,
     out_features: int,
@@ -69,8 +80,16 @@ def linear_tile(
     section: str = "linear",
 ) -> Tile | Literal["thumb"] | None:
     """The tile for this product; None where cuBLAS was faster; ``"thumb"`` where nothing was measured."""
-    table = linear_table(architecture(device), own, section)
-    for most, numbers in table.get(f"{out_features}x{in_features}", ()):
-        if rows <= most:
-            return None if numbers is None else tile_of(numbers)
-    return "thumb"
+    found = answer_for(section, device, out_features, in_features, rows, own)
+    return tile_of(found) if isinstance(found, list) else found
+
+
+def joined(answers: Iterable[tuple[int, Any]]) -> list[list[Any]]:
+    """Entries of a shape, ``[most rows, answer]`` ascending: neighbours of equal answer are one."""
+    made: list[list[Any]] = []
+    for rows, answer in sorted(answers, key=lambda item: item[0]):
+        if made and made[-1][1] == answer:
+            made[-1][0] = rows
+        else:
+            made.append([rows, answer])
+    return made

@@ -15,8 +15,9 @@ import triton
 
 from .measure import microseconds, rotations
 from .ops.few_rows import Tile, launch
+from .ops.linear import multiplied
 from .ops.swiglu import activate
-from .tables import numbers_of
+from .tables import joined, numbers_of
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows that are measured; one between two takes the tile of the larger."""
@@ -129,9 +130,7 @@ class Tuner:
 def _library(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, gated: bool) -> Callable[[], object]:
     if gated:
         return lambda: activate(torch.nn.functional.linear(x, weight), None)
-    if dtype == x.dtype:
-        return lambda: torch.nn.functional.linear(x, weight)
-    return lambda: torch.mm(x, weight.t(), out_dtype=dtype)
+    return lambda: multiplied(x, weight, None, dtype)
 
 
 def _few(
@@ -141,16 +140,9 @@ def _few(
 
 
 def entries(measured: Iterable[dict[str, Any]]) -> list[list[Any]]:
-    """Rows of a table: ``[most rows, tile]`` ascending, neighbours of equal answer joined."""
-    made: list[list[Any]] = []
-    for answer in sorted(measured, key=lambda item: int(item["rows"])):
-        tile: Tile | None = answer["tile"]
-        numbers = None if tile is None else numbers_of(tile)
-        if made and made[-1][1] == numbers:
-            made[-1][0] = answer["rows"]
-        else:
-            made.append([answer["rows"], numbers])
-    return made
+    """What :meth:`Tuner.best` found for a shape, as a table has it."""
+    tiles = ((int(found["rows"]), found["tile"]) for found in measured)
+    return joined((rows, None if tile is None else numbers_of(tile)) for rows, tile in tiles)
 
 
 def save(path: Path, found: dict[str, list[list[Any]]], section: str = "linear") -> None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dependent import take_turn
+from .starting import starter
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
@@ -160,15 +161,8 @@ def launch_described(
     }
     some = out if bias is None else bias
     rows = described(x, tile.block_m, tile.block_k)
-    kernel: Any = described_gated_kernel if gated else described_rows_kernel
-    grid: Any = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(x.shape[0], tile.block_m))
-
-    def run(*arguments: Any, **named: Any) -> None:
-        if compile_only:
-            kernel.warmup(*arguments, grid=grid, **named)
-        else:
-            kernel[grid](*arguments, **named)
-
+    grid = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(x.shape[0], tile.block_m))
+    run = starter(described_gated_kernel if gated else described_rows_kernel, grid, compile_only=compile_only)
     if gated:
         halves = described(weight, tile.block_n // 2, tile.block_k)
         width = columns // 2

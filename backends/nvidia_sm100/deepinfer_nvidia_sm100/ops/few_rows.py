@@ -12,9 +12,6 @@ Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operat
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import attrs
 import torch
 import triton
@@ -22,6 +19,7 @@ import triton.language as tl
 
 from .dependent import dependent, take_turn
 from .described_rows import describable, launch_described
+from .starting import starter
 
 
 @triton.jit
@@ -147,6 +145,13 @@ class Tile:
         return 2 * self.block_k * (self.block_n + self.block_m) * self.stages
 
 
+def parts_of(x: torch.Tensor, columns: int, splits: int, out: torch.Tensor) -> torch.Tensor:
+    """Memory for the parts of a product split over K, ``[splits, M, columns]`` float32; ``out`` where it is not."""
+    if splits == 1:
+        return out
+    return torch.empty((splits, x.shape[0], columns), dtype=torch.float32, device=x.device)
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -164,9 +169,7 @@ def launch(
     ``gated``: ``out [M, N / 2]`` is ``pointwise.swiglu`` of that product, clamped at ``limit`` if there is one.
     """
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
-    partial = out
-    if tile.splits > 1:
-        partial = torch.empty((tile.splits, rows, columns), dtype=torch.float32, device=x.device)
+    partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
     if tile.described and describable(x) and describable(weight):
         launch_described(
@@ -183,9 +186,8 @@ def launch(
             compile_only=compile_only,
         )
         return
-    grid: Any = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
-    run = functools.partial(few_rows_kernel.warmup, grid=grid) if compile_only else few_rows_kernel[grid]
-    run(
+    grid = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
+    starter(few_rows_kernel, grid, compile_only=compile_only)(
         x,
         weight,
         out if bias is None else bias,

@@ -17,10 +17,9 @@ import attrs
 import torch
 
 from deepinfer_core.api import BuildContext, LinearRequest, WeightPart
-from deepinfer_nvidia_sm100.tables import linear_tile
 
 from .few_rows import Tile, launch
-from .linear import FEW, PackedWeight, pack
+from .linear import FEW, PackedWeight, few_tiles, pack
 
 EACH = 256
 """Numbers of rows up to this are tried one by one, beyond it multiples of :data:`STEP`."""
@@ -47,11 +46,7 @@ class FixedOrderLinear:
         self._most = context.max_tokens
         self._none = torch.zeros(1, dtype=torch.int32, device=context.device)  # no parts arrive: none is split
         self._steady: frozenset[int] | None = None
-        own = None if context.settings is None else context.settings.table
-        self._tiles: dict[int, Tile | None] = {}
-        for rows in range(1, FEW + 1) if request.dtype != "float32" else ():
-            found = linear_tile(context.device, request.out_features, request.in_features, rows, own, "fixed_linear")
-            self._tiles[rows] = thumb(rows) if found == "thumb" else found
+        self._tiles = few_tiles(request, context, "fixed_linear", lambda columns, inner, rows: thumb(rows))
 
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
         """On the device, in the compute dtype. The first weight tells where cuBLAS sums in the same order."""

@@ -9,15 +9,13 @@ Floor: bytes of the weight, N·K, for up to about 100 rows (200 where rows are r
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from .dependent import dependent, take_turn
-from .few_rows import Tile
+from .few_rows import Tile, parts_of
+from .starting import starter
 
 
 @triton.jit
@@ -135,13 +133,9 @@ def launch(
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says; ``x_scale`` with rows in e4m3."""
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
-    partial = out
-    if tile.splits > 1:
-        partial = torch.empty((tile.splits, rows, columns), dtype=torch.float32, device=x.device)
-    grid: Any = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
-    kernel: Any = fp8_few_rows_kernel
-    run = functools.partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
-    run(
+    partial = parts_of(x, columns, tile.splits, out)
+    grid = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
+    starter(fp8_few_rows_kernel, grid, compile_only=compile_only)(
         x,
         scale if x_scale is None else x_scale,
         weight,

@@ -18,11 +18,15 @@ from . import fp8_few_rows, fp8_many_rows
 from .few_rows import Tile
 from .fp8_many_rows import ManyTile
 from .fp8_weight import GROUP, Fp8Weight, pack
+from .linear import multiplied
 from .quantise_rows import quantise_rows
 from .widen_weight import widen
 
 FIXED_ROWS = 64
 TARGET_PROGRAMS = 256
+PLAIN_FEW = 128
+"""Rows up to which an unmeasured weight is not widened."""
+ROUNDED_FEW = 64
 
 
 def thumb_few(out_features: int, in_features: int, rows: int) -> Tile:
@@ -72,7 +76,7 @@ class Fp8Linear(_Fp8Linear):
         """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""
         tile = self._thumb(1) if self._fixed else self._tile(x.shape[0])
         if tile is None and x.shape[0]:
-            return self._library(x, weight)
+            return multiplied(x, widen(weight, x.dtype), weight.bias, self._out_dtype)
         out = self._empty(x)
         if out.numel() and tile is not None:
             self._few(x if x.stride(-1) == 1 else x.contiguous(), None, weight, out, tile)
@@ -86,16 +90,6 @@ class Fp8Linear(_Fp8Linear):
             return self._thumb(rows) if rows <= PLAIN_FEW else None
         assert found is None or isinstance(found, Tile)
         return found
-
-    def _library(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-        wide = widen(weight, x.dtype)
-        if self._out_dtype == x.dtype:
-            return torch.nn.functional.linear(x, wide, weight.bias)
-        if x.device.type == "cuda":
-            out = torch.mm(x, wide.t(), out_dtype=self._out_dtype)
-        else:
-            out = torch.mm(x.to(self._out_dtype), wide.t().to(self._out_dtype))
-        return out if weight.bias is None else out.add_(weight.bias)
 
 
 class RoundedFp8Linear(_Fp8Linear):
@@ -131,8 +125,3 @@ class RoundedFp8Linear(_Fp8Linear):
         if found == "thumb" or found is None:
             return self._thumb(rows) if rows <= ROUNDED_FEW else MANY
         return found
-
-
-PLAIN_FEW = 128
-"""Rows up to which an unmeasured weight is not widened."""
-ROUNDED_FEW = 64

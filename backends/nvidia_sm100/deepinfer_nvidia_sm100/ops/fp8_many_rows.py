@@ -10,7 +10,6 @@ Floor: operations, 2·M·N·K at the rate of FP8; bytes of the weight, N·K, bel
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import attrs
 import torch
@@ -19,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dependent import dependent, take_turn
+from .starting import starter
 
 GROUP = 128
 """Inner elements that share a scale, and one step of the loop."""
@@ -160,9 +160,7 @@ def launch(
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n * tile.halves)
     programs = min(tiles, tile.each * multiprocessors(x.device)) if tile.each else tiles
     box = tile.box and columns * out.element_size() % 16 == 0  # the copy engine's rows
-    kernel: Any = fp8_many_rows_kernel
-    run = functools.partial(kernel.warmup, grid=(programs,)) if compile_only else kernel[(programs,)]
-    run(
+    starter(fp8_many_rows_kernel, (programs,), compile_only=compile_only)(
         TensorDescriptor.from_tensor(x, [tile.block_m, GROUP]),
         x_scale,
         TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP]),

@@ -6,7 +6,7 @@ it gets a rule of thumb. Nothing is tried out at run time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -54,17 +54,35 @@ def thumb(out_features: int, in_features: int, rows: int) -> Tile:
     return Tile(block_n=64, block_m=block_m, block_k=128, splits=splits, stages=4, warps=4)
 
 
-def few_tiles(request: LinearRequest, context: BuildContext, section: str = "linear") -> dict[int, Tile | None]:
+def few_tiles(
+    request: LinearRequest,
+    context: BuildContext,
+    section: str = "linear",
+    unmeasured: Callable[[int, int, int], Tile] = thumb,
+) -> dict[int, Tile | None]:
     """Tiles of all numbers of rows for which they can be faster than cuBLAS; None where they were measured not to be.
 
-    ``section``: of the table (:mod:`..tables`).
+    ``section``: of the table (:mod:`..tables`). ``unmeasured``: makes the tile of a shape that is not there.
     """
     own = None if context.settings is None else context.settings.table
     tiles: dict[int, Tile | None] = {}
     for rows in range(1, FEW + 1) if request.dtype != "float32" else ():
         found = linear_tile(context.device, request.out_features, request.in_features, rows, own, section)
-        tiles[rows] = thumb(request.out_features, request.in_features, rows) if found == "thumb" else found
+        tiles[rows] = unmeasured(request.out_features, request.in_features, rows) if found == "thumb" else found
     return tiles
+
+
+def multiplied(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``x [M, K] @ weight [N, K].T (+ bias)`` by cuBLAS, sums rounded to ``out_dtype`` once."""
+    if out_dtype == x.dtype:
+        return torch.nn.functional.linear(x, weight, bias)
+    if x.device.type == "cuda":
+        out = torch.mm(x, weight.t(), out_dtype=out_dtype)
+    else:
+        out = torch.mm(x.to(out_dtype), weight.t().to(out_dtype))
+    return out if bias is None else out.add_(bias)
 
 
 class _Linear:
@@ -102,13 +120,6 @@ class Linear(_Linear):
     def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, out_features]``, fresh memory."""
         tile = self._tiles.get(x.shape[0])
-        return self._library(x, weight) if tile is None else self._few(x, weight, tile)
-
-    def _library(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-        if self._out_dtype == self._dtype:
-            return torch.nn.functional.linear(x, weight.weight, weight.bias)
-        if x.device.type == "cuda":
-            out = torch.mm(x, weight.weight.t(), out_dtype=self._out_dtype)
-        else:
-            out = torch.mm(x.to(self._out_dtype), weight.weight.t().to(self._out_dtype))
-        return out if weight.bias is None else out.add_(weight.bias)
+        if tile is None:
+            return multiplied(x, weight.weight, weight.bias, self._out_dtype)
+        return self._few(x, weight, tile)

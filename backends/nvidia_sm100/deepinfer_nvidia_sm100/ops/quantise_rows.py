@@ -5,14 +5,12 @@ Floor: bytes, 2·M·K read and M·K written.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from .dependent import dependent, take_turn
+from .starting import starter
 
 TOGETHER = 16
 """Rows and groups of a program, multiplied."""
@@ -70,10 +68,8 @@ def quantise_rows(x: torch.Tensor, *, compile_only: bool = False) -> tuple[torch
     together = 1 if rows < 16 else TOGETHER
     groups = 2 if rows < 16 else 1
     grid = (triton.cdiv(rows, together), triton.cdiv(inner // 128, groups))
-    kernel: Any = quantise_rows_kernel
-    run = functools.partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
     if rows:
-        run(
+        starter(quantise_rows_kernel, grid, compile_only=compile_only)(
             x,
             out,
             scale,
