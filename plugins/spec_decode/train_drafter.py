@@ -99,12 +99,12 @@ def texts(o: argparse.Namespace, target: dict[str, torch.Tensor], shape: Shape, 
     return found
 
 
+@torch._dynamo.config.patch(cache_size_limit=64)
 def main() -> None:
     """Write, train, evaluate."""
     o = arguments()
     torch.manual_seed(o.seed)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.cache_size_limit = 64
     device = torch.device(o.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))

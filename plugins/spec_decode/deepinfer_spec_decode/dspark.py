@@ -35,11 +35,10 @@ class BlockDrafter:
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
         self._waiting.add(step.rows, step.taps)
-        if len(step.slots) or self._waiting.full:
-            taken = self._waiting.take()
-            if taken is not None:
-                rows, taps = taken
-                self._module.inject(taps, rows, self._module.plan_context(rows))
+        due = self._waiting.due(len(step.slots) > 0)
+        if due is not None:
+            rows, taps = due
+            self._module.inject(taps, rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:
         newest = step.state.history[step.slots, step.anchors].to(torch.int64)

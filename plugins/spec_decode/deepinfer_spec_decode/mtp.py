@@ -38,11 +38,10 @@ class MTPDrafter:
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
         self._waiting.add(attrs.evolve(step.rows, token_ids=step.next_tokens()), step.taps)
-        if len(step.slots) or self._waiting.full:
-            taken = self._waiting.take()
-            if taken is not None:
-                rows, taps = taken
-                self._module.inject(taps[0], rows, self._module.plan_context(rows))
+        due = self._waiting.due(len(step.slots) > 0)
+        if due is not None:
+            rows, taps = due
+            self._module.inject(taps[0], rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:
         drafts = SpokenDrafts(step)

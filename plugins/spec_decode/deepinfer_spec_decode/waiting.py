@@ -38,6 +38,10 @@ class WaitingRows:
     def full(self) -> bool:
         return self.count > self.limit
 
+    def due(self, drafting: bool) -> tuple[ModelBatch, list[torch.Tensor]] | None:
+        """What is to be absorbed now: all that waits if somebody is ``drafting`` or too much waits, else nothing."""
+        return self.take() if drafting or self.full else None
+
     def take(self) -> tuple[ModelBatch, list[torch.Tensor]] | None:
         """All that was added, in order; None if nothing was."""
         steps, self._steps, self.count = self._steps, [], 0
