@@ -8,10 +8,9 @@ import pytest
 import torch
 from cpu_support import normal, operator
 from reference_support import layout
-from test_reference_attention import BLOCK, DIM, KV_HEADS, MIXED, Q_HEADS, SCALE, Scene
+from test_reference_attention import BLOCK, DIM, KV_HEADS, Q_HEADS, SCALE, Scene
 
 from deepinfer_core.api import PagedAttentionRequest, WriteKVRequest
-from deepinfer_core.cpu import attention_plan
 from deepinfer_core.cpu.attention_plan import FEW_ROWS, AttentionPlan, make_plan
 
 TOLERANCE = 2e-6  # of values near 1, averaged under weights that sum to 1, in float32
@@ -35,37 +34,6 @@ def paged(**changes: Any) -> Any:
     return operator(request(**changes), "paged_in_place")
 
 
-def check(scene: Scene, window: int | None = None) -> None:
-    result = scene.attend(paged(window=window))
-    torch.testing.assert_close(result.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-STEPS = {
-    "one row": ([1], [1]),
-    "decode rows": ([1, 1, 1], [3, 17, 18]),
-    "decode rows of very different lengths": ([1] * 10, [1, 2, 30, 31, 60, 100, 150, 200, 201, 90]),
-    "drafts": ([3, 1, 4, 2], [9, 5, 40, 2]),
-    "one prompt": ([20], [20]),
-    "a chunk after others": ([20], [53]),
-    "decode rows before chunks": ([1, 2, 20, 30], [7, 60, 20, 41]),
-    "chunks before decode rows": ([30, 20, 1], [41, 20, 7]),
-    "requests without rows": ([0, 2, 0, 20], [5, 6, 1, 33]),
-    "at the limit of few rows": ([FEW_ROWS, FEW_ROWS + 1], [FEW_ROWS, FEW_ROWS + 5]),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("window", [None, 1, 5, 300])
-def test_equals_the_formula(name: str, window: int | None) -> None:
-    check(Scene(*STEPS[name]), window)
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_chunk_in_several_parts(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(attention_plan, "CHUNK_ROWS", 12)
-    check(Scene([40, 30], [40, 47]), window)
-
-
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(1, 1, 8), (4, 4, 16), (8, 1, 20), (9, 3, 64)])
 def test_head_counts_and_sizes(q_heads: int, kv_heads: int, dim: int) -> None:
     where, blocks = layout([1, 12], [10, 14], BLOCK)
@@ -83,40 +51,6 @@ def test_head_counts_and_sizes(q_heads: int, kv_heads: int, dim: int) -> None:
         torch.testing.assert_close(found[row].double(), expected, rtol=4e-6, atol=4e-6)
 
 
-def test_window_never_reads_blocks_that_slid_out() -> None:
-    for queries in (2, 12):
-        scene = Scene([queries], [26])
-        op = paged(window=3)
-        expected = scene.attend(op)
-        scene.layout.block_table[0, : (26 - queries - 2) // BLOCK] = 0
-        assert torch.equal(scene.attend(op), expected)
-
-
-def test_a_broken_key_stays_with_its_request() -> None:
-    for queries in ([1, 1, 1], [1, 20, 20]):
-        scene = Scene(queries, [9, 30, 31])
-        clean = scene.attend(paged())
-        rows = scene.layout.block_table[1, :2].long()
-        scene.cache["key"][rows] = float("nan")
-        scene.cache["value"][rows] = float("nan")
-        found = scene.attend(paged())
-        end = queries[0] + queries[1]
-        assert found[queries[0] : end].isnan().all()
-        assert torch.equal(found[: queries[0]], clean[: queries[0]])
-        assert torch.equal(found[end:], clean[end:])
-
-
-def test_a_decode_row_is_the_same_alone_and_beside_others() -> None:
-    """Bit for bit: speculation compares drafts with tokens drawn in steps of other shapes."""
-    scene = Scene([1, 3, 1, 1], [50, 44, 9, 200])
-    together = scene.attend(paged())
-    op = paged()
-    alone, blocks = layout([1], [50], BLOCK)
-    assert blocks
-    alone.block_table = scene.layout.block_table[:1]
-    assert torch.equal(op.run(scene.query[:1], scene.cache, op.plan(alone)), together[:1])
-
-
 def test_rows_of_one_request_equal_single_rows() -> None:
     scene = Scene([4], [44])
     together = scene.attend(paged())
@@ -125,26 +59,6 @@ def test_rows_of_one_request_equal_single_rows() -> None:
         single, _ = layout([1], [41 + row], BLOCK)
         single.block_table = scene.layout.block_table
         assert torch.equal(op.run(scene.query[row : row + 1], scene.cache, op.plan(single)), together[row : row + 1])
-
-
-def test_large_scores_do_not_overflow() -> None:
-    for queries in (3, 12):
-        scene = Scene([queries], [12])
-        scene.query = scene.query * 1e4
-        assert scene.attend(paged()).isfinite().all()
-
-
-def test_query_may_be_a_slice_of_a_wider_tensor() -> None:
-    scene = Scene(*MIXED)
-    expected = scene.attend(paged())
-    scene.query = torch.cat((scene.query, torch.zeros_like(scene.query)), dim=1)[:, :Q_HEADS]
-    assert not scene.query.is_contiguous()
-    assert torch.equal(scene.attend(paged()), expected)
-
-
-def test_no_rows() -> None:
-    for step in (([], []), ([0, 0], [3, 5])):
-        assert Scene(*step).attend(paged()).shape == (0, Q_HEADS, DIM)
 
 
 # ---- the plan

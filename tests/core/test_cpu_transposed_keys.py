@@ -9,8 +9,8 @@ import pytest
 import torch
 from cpu_support import normal, operator
 from reference_support import layout
-from test_cpu_attention import STEPS, TOLERANCE, request
-from test_reference_attention import BLOCK, DIM, KV_HEADS, MIXED, Q_HEADS, Scene
+from test_cpu_attention import TOLERANCE, request
+from test_reference_attention import BLOCK, DIM, KV_HEADS, Q_HEADS, Scene
 
 from deepinfer_core.api import BuildContext, CacheEntry, CacheGroupSpec, KVLayoutRequest, WriteKVRequest
 from deepinfer_core.cpu import attention_plan
@@ -40,14 +40,6 @@ class Transposed(Scene):
         return result
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("window", [None, 1, 5, 300])
-def test_equals_the_formula(name: str, window: int | None) -> None:
-    scene = Transposed(*STEPS[name])
-    result = scene.attend(paged(window=window))
-    torch.testing.assert_close(result.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def test_any_step_equals_the_formula() -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -61,14 +53,6 @@ def test_any_step_equals_the_formula() -> None:
             continue
         found = scene.attend(paged(window=window))
         torch.testing.assert_close(found.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_chunk_in_several_parts(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(attention_plan, "CHUNK_ROWS", 12)
-    scene = Transposed([40, 30], [40, 47])
-    found = scene.attend(paged(window=window))
-    torch.testing.assert_close(found.double(), scene.formula(window=window), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(1, 1, 8), (4, 4, 16), (8, 1, 20), (9, 3, 64)])
@@ -90,59 +74,6 @@ def test_without_causality_a_row_sees_all_of_its_request() -> None:
     ours, theirs = paged(causal=False), operator(request(causal=False), "paged_in_place")
     found = ours.run(query, transposed(cache), ours.plan(where))
     torch.testing.assert_close(found, theirs.run(query, cache, theirs.plan(where)), rtol=4e-6, atol=4e-6)
-
-
-def test_window_never_reads_blocks_that_slid_out() -> None:
-    for queries in (2, 12):
-        scene = Transposed([queries], [26])
-        op = paged(window=3)
-        expected = scene.attend(op)
-        scene.layout.block_table[0, : (26 - queries - 2) // BLOCK] = 0
-        assert torch.equal(scene.attend(op), expected)
-
-
-def test_a_broken_key_stays_with_its_request() -> None:
-    for queries in ([1, 1, 1], [1, 20, 20]):
-        scene = Transposed(queries, [9, 30, 31])
-        clean = scene.attend(paged())
-        rows = scene.layout.block_table[1, :2].long()
-        scene.cache["key"][rows] = float("nan")
-        scene.cache["value"][rows] = float("nan")
-        found = scene.attend(paged())
-        end = queries[0] + queries[1]
-        assert found[queries[0] : end].isnan().all()
-        assert torch.equal(found[: queries[0]], clean[: queries[0]])
-        assert torch.equal(found[end:], clean[end:])
-
-
-def test_a_decode_row_is_the_same_alone_and_beside_others() -> None:
-    """Bit for bit: speculation compares drafts with tokens drawn in steps of other shapes."""
-    scene = Transposed([1, 3, 1, 1], [50, 44, 9, 200])
-    together = scene.attend(paged())
-    op = paged()
-    alone, _ = layout([1], [50], BLOCK)
-    alone.block_table = scene.layout.block_table[:1]
-    assert torch.equal(op.run(scene.query[:1], transposed(scene.cache), op.plan(alone)), together[:1])
-
-
-def test_large_scores_do_not_overflow() -> None:
-    for queries in (3, 12):
-        scene = Transposed([queries], [12])
-        scene.query = scene.query * 1e4
-        assert scene.attend(paged()).isfinite().all()
-
-
-def test_query_may_be_a_slice_of_a_wider_tensor() -> None:
-    scene = Transposed(*MIXED)
-    expected = scene.attend(paged())
-    scene.query = torch.cat((scene.query, torch.zeros_like(scene.query)), dim=1)[:, :Q_HEADS]
-    assert not scene.query.is_contiguous()
-    assert torch.equal(scene.attend(paged()), expected)
-
-
-def test_no_rows() -> None:
-    for step in (([], []), ([0, 0], [3, 5])):
-        assert Transposed(*step).attend(paged()).shape == (0, Q_HEADS, DIM)
 
 
 # ---- the plan
