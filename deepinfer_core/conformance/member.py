@@ -86,15 +86,14 @@ def dispatch_and_combine(
         Mismatch: an answer has not the form of the contract, or the operator wrote where it must not.
     """
     target, chosen = member.operator(request, wanted, demands)
-    placed: dict[ExpertPlacement, Any] = {}
     answers, results = [], []
-    last = None
+    placement: ExpertPlacement | None = None
+    placed: Any = None
     for number, step in enumerate(steps):
         label = f"moe.expert_parallel by {chosen.label}, step {number}"
-        if step.placement != last:
-            placed[step.placement] = chosen.operator.place(step.placement)
-            last = step.placement
-        answer, result = _take(label, target, chosen, placed[step.placement], request, step)
+        if step.placement != placement:
+            placement, placed = step.placement, chosen.operator.place(step.placement)
+        answer, result = _take(label, target, chosen, placed, request, step)
         answers.append(answer)
         results.append(result)
     for number, (answer, result) in enumerate(zip(answers, results, strict=True)):
