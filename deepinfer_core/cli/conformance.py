@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 @click.option(
     "--plugin", "plugins", metavar="FILE", multiple=True, help="A plugin that is not installed; may be repeated."
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that ask at the same time; for a device that compiles its kernels.",
+)
 @click.option("--list", "list_only", is_flag=True, help="Print the cases that would be asked, and stop.")
 @click.option("--verbose", "-v", is_flag=True, help="A line for every case, not only for those that need a look.")
 def conformance(
@@ -60,6 +67,7 @@ def conformance(
     providers: Sequence[str],
     demands: Sequence[str],
     policy: str | None,
+    jobs: int,
     list_only: bool,
     verbose: bool,
 ) -> int:
@@ -90,6 +98,7 @@ def conformance(
         demands=demands,
         policy=policy,
         progress=_Progress(verbose),
+        jobs=jobs,
     )
     for result in found.results:
         if result.family == "policy" and result.outcome == "failed":

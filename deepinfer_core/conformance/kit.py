@@ -17,6 +17,7 @@ from .case import Case, Mismatch, NotApplicable, Refused, Tier, asked
 from .gaps import Gap, check_names
 from .policies import policy_results
 from .report import Outcome, Report, Result
+from .side_by_side import Asked, ask_side_by_side
 
 if TYPE_CHECKING:
     from .target import Target
@@ -55,6 +56,7 @@ def run(
     demands: Sequence[str] = (),
     policy: str | None = None,
     progress: Progress | None = None,
+    jobs: int = 1,
 ) -> Report:
     """Run the kit against an installed backend, a scheduling policy, or both.
 
@@ -68,6 +70,7 @@ def run(
         demands: caps that every provider must have (``"batch_invariant"``): those that have them are asked.
         policy: ``"module:Class"`` or an installed policy's name, whose invariants are checked too.
         progress: called after each case with its result, how many are done, and how many there are.
+        jobs: processes that ask at the same time, each with the backend opened for itself.
 
     Raises:
         ConfigError: an unknown family or policy, or a gap that names no case.
@@ -81,7 +84,22 @@ def run(
     target = open_for(backend, families, plugins, providers)
     target.demands = frozenset(demands)
     try:
-        report = run_on(target, tier=tier, families=families, gaps=gaps, progress=progress)
+        if jobs > 1:
+            asked = Asked(
+                backend=backend,
+                tier=tier,
+                families=tuple(families),
+                gaps=tuple(gaps),
+                plugins=tuple(plugins),
+                providers=tuple(providers),
+                demands=tuple(demands),
+            )
+            check_names(gaps, [case.id for case in all_cases(target.dtype)])
+            start = time.perf_counter()
+            results = ask_side_by_side(asked, select(tier, families, target.dtype), jobs, progress)
+            report = make_report(target, tier, results, time.perf_counter() - start)
+        else:
+            report = run_on(target, tier=tier, families=families, gaps=gaps, progress=progress)
     finally:
         target.close()
     return attrs.evolve(report, results=report.results + about_policy)

@@ -157,3 +157,94 @@ def test_a_policy_needs_no_backend(
     assert main(["conformance", "--policy", "greedy:Greedy"]) == 1
     assert "FAILED policy/order" in capsys.readouterr().err
     assert main(["conformance", "--policy", "nowhere:Nothing"]) == 2
+
+
+DIES = """
+import os
+
+from deepinfer_core.api import LazyRef, PluginInfo, Provider, SwigluRequest, hookimpl, no, yes
+
+
+@hookimpl
+def deepinfer_plugin():
+    return PluginInfo(name="dies", help="Ends the process where it is given no rows")
+
+
+@hookimpl
+def deepinfer_pointwise(device):
+    def supports(request):
+        return yes(900) if isinstance(request, SwigluRequest) else no("only the activation")
+
+    return [Provider(name="swiglu", op="pointwise.swiglu", build=LazyRef(f"{__name__}:Dies"), supports=supports)]
+
+
+class Dies:
+    def __init__(self, request, context):
+        self._plain = context.reference(request)
+
+    def run(self, x):
+        if not x.shape[0]:
+            os._exit(7)
+        return self._plain.run(x)
+"""
+
+
+def test_processes_side_by_side_find_what_one_finds() -> None:
+    families = ["moe.route", "gemm.batched"]
+    alone = run("reference", tier="serves", families=families)
+    seen: list[tuple[str, int, int]] = []
+    both = run(
+        "reference",
+        tier="serves",
+        families=families,
+        jobs=2,
+        progress=lambda r, *counts: seen.append((r.case, *counts)),
+    )
+    assert [(r.case, r.outcome, r.message) for r in both.results] == [
+        (r.case, r.outcome, r.message) for r in alone.results
+    ]
+    assert sorted(name for name, _, _ in seen) == sorted(r.case for r in alone.results)
+    assert [count for _, count, _ in seen] == list(range(1, len(seen) + 1))
+    assert {total for _, _, total in seen} == {len(seen)}
+
+
+def test_a_process_that_ends_fails_the_case_it_was_in(tmp_path: Path) -> None:
+    """And no other: another process asks what was left."""
+    file = tmp_path / "dies.py"
+    file.write_text(DIES)
+    report = run("cpu", families=["pointwise.swiglu"], plugins=[str(file)], providers=["dies:swiglu"], jobs=2)
+    failed = {r.case: r.message for r in report.results if r.outcome == "failed"}
+    assert failed == {"pointwise.swiglu/float32/zero_rows": "the process that asked ended with exit code 7"}
+    assert len(report.results) == len(select("boots", ["pointwise.swiglu"]))
+
+
+def test_a_backend_that_does_not_open_in_another_process_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "once.py"
+    file.write_text(DIES + "\nimport multiprocessing\nassert multiprocessing.parent_process() is None\n")
+    with pytest.raises(DeviceError, match="could not open the backend"):
+        run("cpu", families=["pointwise.swiglu"], plugins=[str(file)], providers=["dies:swiglu"], jobs=2)
+
+
+def test_drawn_parts_ask_different_requests() -> None:
+    """Each part is the same in every run."""
+    from deepinfer_core.conformance.operators.drawn import EXAMPLES, ask_drawn
+
+    def drawn(part: int) -> list[int]:
+        found: list[int] = []
+
+        def ask(data: object, target: object) -> bool:
+            from hypothesis import strategies as st
+
+            found.append(data.draw(st.integers(0, 10**6)))  # type: ignore[attr-defined]
+            return True
+
+        class Named:
+            backend = "any"
+
+        ask_drawn(ask, part, Named())  # type: ignore[arg-type]
+        return found
+
+    first, second = drawn(1), drawn(2)
+    assert len(first) == EXAMPLES
+    assert drawn(1) == first
+    assert len(set(first) & set(second)) < EXAMPLES // 2
