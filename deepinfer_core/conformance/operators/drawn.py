@@ -29,8 +29,8 @@ EXAMPLES = 25
 """Drawn requests of a case."""
 
 PARTS = 8
-"""Cases for each operator in tier *full*, beside the one of *serves*. Drawn requests share few kernels, so on a device that
-compiles them parts that are asked at the same time save the most."""
+"""Cases for each operator in tier *full*, beside the one of *serves*: parts that several processes can share. Drawn
+requests have few kernels in common, so on a device that compiles them they take the longest."""
 
 Ask = Callable[[Any, Target], bool]
 """``(hypothesis' data, target)``: draw a request and ask it; False when the backend has no own provider for it."""
@@ -208,7 +208,8 @@ def cases(dtype: str) -> Iterator[Case]:
     """A case for each operator, and more of them in tier ``full``."""
     asks: dict[str, Ask] = {name: partial(_operation, draw) for name, draw in OPERATIONS.items()}
     asks["attention.paged"] = _paged
-    tiers: tuple[Tier, ...] = ("serves", *("full",) * PARTS)
+    tiers: list[Tier] = ["serves"]
+    tiers += ["full"] * PARTS
     for name, ask in asks.items():
         for part, tier in enumerate(tiers):
             yield Case(
