@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +14,7 @@ from deepinfer_core.api import InvalidRequestError
 from deepinfer_core.config import EngineConfig
 
 from .driver import EngineDriver
-from .intake import Prompt
+from .intake import Prompt, check_seconds, split_params
 from .llm import LLM
 from .outputs import RequestOutput, StreamDelta
 from .request import Request
@@ -24,7 +25,7 @@ class AsyncLLM:
     """A model for asyncio programs. An async context manager; otherwise call :meth:`close`.
 
     The engine runs in a thread of its own. Cancelling a task, closing a stream or a timeout ends that request
-    and no other. A stream that is read slowly gets its deltas joined, so nothing piles up; requests above
+    and no other. A stream that is read slowly gets its deltas joined and slows nobody down; requests above
     ``max_pending`` wait in their callers until others end.
 
     Args:
@@ -62,7 +63,8 @@ class AsyncLLM:
 
         Args:
             request_id: unique among live requests; None makes one up.
-            timeout: seconds after which the request ends with ``error`` code ``timeout``; None: never.
+            timeout: seconds, waiting for room included, after which the request ends with ``error`` code
+                ``timeout``; None: never.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid, or the id is live.
@@ -147,7 +149,12 @@ class AsyncLLM:
         *,
         stream: bool,
     ) -> _Running:
-        return _Running(self, prompt, params or SamplingParams(), request_id or secrets.token_hex(8), timeout, stream)
+        (checked,) = split_params(params, 1)
+        if request_id is None:
+            request_id = secrets.token_hex(8)
+        elif not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id={request_id!r}: expected a string that is not empty, or None")
+        return _Running(self, prompt, checked, request_id, timeout, stream)
 
     def _wake(self, request: Request) -> None:
         """Called in the engine's thread."""
@@ -188,6 +195,7 @@ class _Running:
         self._id = request_id
         self._timeout = timeout
         self._stream = stream
+        self._has_room = False
 
     async def __aenter__(self) -> Request:
         owner = self._owner
@@ -196,7 +204,7 @@ class _Running:
         owner._reserved.add(self._id)
         try:
             request = self._request()  # refuse bad input before waiting for room
-            await owner._slots.acquire()
+            await self._enter(request)
         except BaseException:
             owner._reserved.discard(self._id)
             raise
@@ -215,15 +223,24 @@ class _Running:
         self._owner._driver.abort(self._id)
         self._leave()
 
+    async def _enter(self, request: Request) -> None:
+        """Wait for room. A request whose time passes meanwhile goes in without: the engine ends it before it runs."""
+        left = None if request.expires is None else request.expires - self._owner._llm.engine.core.clock()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                self._has_room = await self._owner._slots.acquire()
+
     def _leave(self) -> None:
         self._owner._waiters.pop(self._id, None)
-        self._owner._slots.release()
+        if self._has_room:
+            self._owner._slots.release()
         self._owner._reserved.discard(self._id)
 
     def _request(self) -> Request:
         engine = self._owner._llm.engine
         prompt = self._prompt
         if self._timeout is not None:
+            check_seconds("timeout", self._timeout)
             fields = dict(prompt) if isinstance(prompt, Mapping) else {_key(prompt): prompt}
             prompt = {**fields, "timeout_ms": self._timeout * 1000}
         return engine.intake.request(self._id, prompt, self._params, now=engine.core.clock(), stream=self._stream)
@@ -235,18 +252,21 @@ def _key(prompt: Any) -> str:
 
 def _joined(request: Request) -> list[StreamDelta]:
     """Take what the engine left in the outbox, one delta per completion."""
-    joined: dict[int, StreamDelta] = {}
+    waiting: dict[int, list[StreamDelta]] = {}
     while request.outbox:
         delta = request.outbox.popleft()
-        before = joined.get(delta.index)
-        if before is not None:
-            delta = StreamDelta(
-                request_id=delta.request_id,
-                index=delta.index,
-                text=before.text + delta.text,
-                token_ids=before.token_ids + delta.token_ids,
-                finish_reason=delta.finish_reason,
-                error=delta.error,
-            )
-        joined[delta.index] = delta
-    return list(joined.values())
+        waiting.setdefault(delta.index, []).append(delta)
+    return [parts[0] if len(parts) == 1 else _join(parts) for parts in waiting.values()]
+
+
+def _join(parts: Sequence[StreamDelta]) -> StreamDelta:
+    """Consecutive deltas of one completion as one."""
+    last = parts[-1]
+    return StreamDelta(
+        request_id=last.request_id,
+        index=last.index,
+        text="".join(part.text for part in parts),
+        token_ids=[token for part in parts for token in part.token_ids],
+        finish_reason=last.finish_reason,
+        error=last.error,
+    )

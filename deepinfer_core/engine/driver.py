@@ -29,6 +29,7 @@ class EngineDriver:
         self._notify = notify
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
@@ -42,10 +43,11 @@ class EngineDriver:
             except Exception as error:
                 future.set_exception(error)
 
-        if self._closed:
-            future.set_exception(RuntimeError("the engine is closed"))
-        else:
-            self._commands.put(command)
+        with self._lock:  # a command behind the one that ends the thread would never be run
+            if not self._closed:
+                self._commands.put(command)
+                return future
+        future.set_exception(RuntimeError("the engine is closed"))
         return future
 
     def add(self, request: Request) -> Future[None]:
@@ -58,11 +60,12 @@ class EngineDriver:
 
     def close(self) -> None:
         """Abort everything and end the thread. Idempotent."""
-        if not self._closed:
-            self.call(lambda core: self._tell(core.abort(list(core.requests))))
-            self._closed = True
-            self._commands.put(None)
-            self._thread.join()
+        self.call(lambda core: self._tell(core.abort(list(core.requests))))
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while True:

@@ -18,12 +18,14 @@ from .constraint import Constraints
 from .outputs import RequestMetrics
 from .request import Request
 from .request import Sequence as RequestSequence
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, is_text, real_number
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` with request fields beside it."""
 
 REQUEST_FIELDS = ("priority", "tenant", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "timeout_ms", "cache_salt")
+MAX_PRIORITY = 2**63 - 1
+MAX_MILLISECONDS = 1e300
 WHOLE_VOCABULARY_LIMIT = 4_000_000
 """Log-probabilities a request may report in all (positions times alternatives) before it is refused."""
 
@@ -49,7 +51,7 @@ def split_prompts(prompts: Any) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(
             f"prompts={prompts!r}: expected a string, a list of token ids, a mapping, or a list of these"
         )
@@ -147,6 +149,8 @@ class Intake:
                 raise InvalidRequestError(f"prompt={dict(prompt)!r}: give 'prompt' or 'prompt_token_ids', one of them")
             prompt = prompt[given[0]]
         if isinstance(prompt, str):
+            if not is_text(prompt):
+                raise InvalidRequestError(f"prompt={prompt!r}: expected text without lone surrogates")
             if self.tokenizer is None:
                 raise InvalidRequestError(
                     "prompt is text, but the checkpoint has no tokenizer: pass token ids, or set model.tokenizer"
@@ -160,7 +164,7 @@ class Intake:
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
-        if not isinstance(prompt, Sequence) or not all(_is_id(item) for item in prompt):
+        if isinstance(prompt, bytes | bytearray) or not (isinstance(prompt, Sequence) and all(map(_is_id, prompt))):
             raise InvalidRequestError(f"prompt={prompt!r}: expected text or a list of token ids")
         ids = [int(item) for item in prompt]
         for position, token in enumerate(ids):
@@ -263,18 +267,23 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         if value is None:
             continue
         if name in ("tenant", "cache_salt"):
-            if not isinstance(value, str):
+            if not is_text(value):
                 raise InvalidRequestError(f"{name}={value!r}: expected a string")
         elif name == "priority":
-            if not _is_id(value):
-                raise InvalidRequestError(f"{name}={value!r}: expected an integer")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise InvalidRequestError(f"{name}={value!r}: expected a number > 0 (milliseconds)")
+            if not _is_id(value) or not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+                raise InvalidRequestError(f"priority={value!r}: expected an integer of at most 63 bits")
+        else:
+            real_number(name, value, 0.0, MAX_MILLISECONDS, "a number > 0 (milliseconds)", open_low=True)
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is no duration."""
+    real_number(name, value, 0.0, MAX_MILLISECONDS / 1000, "a number of seconds > 0, or None", open_low=True)
 
 
 def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
+    return None if milliseconds is None else float(milliseconds) / 1000
 
 
 def _after(now: float, milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else now + milliseconds / 1000
+    return None if milliseconds is None else now + float(milliseconds) / 1000

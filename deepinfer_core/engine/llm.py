@@ -109,6 +109,8 @@ class LLM:
 
         ``variables`` reach the chat template (``tools`` and whatever else it reads).
         """
+        if not isinstance(messages, Sequence):
+            raise InvalidRequestError(f"messages={messages!r}: expected a list of messages, or a list of such lists")
         batch = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [
             self.chat_prompt(m, add_generation_prompt=add_generation_prompt, chat_template=chat_template, **variables)

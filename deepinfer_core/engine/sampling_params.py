@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,14 +15,18 @@ from deepinfer_core.api import GREEDY_TEMPERATURE, ConstraintSpec, InvalidReques
 from .constraint_request import constraint_of
 
 MAX_INT = 2**31 - 1
+LARGEST_FLOAT32 = 2.0**128 - 2.0**104
+REPETITION = (1e-6, 1e6)
+"""Further from 1 a penalty could make finite float32 logits infinite."""
 
 
 def _refuse(name: str, value: Any, expected: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}={value!r}: expected {expected}")
 
 
-def _real(name: str, value: Any, low: float, high: float, expected: str, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def real_number(name: str, value: Any, low: float, high: float, expected: str, *, open_low: bool = False) -> float:
+    """``value`` as a float, if it is a finite number in ``[low, high]`` (``(low, high]`` with ``open_low``)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _refuse(name, value, expected)
     try:
         number = float(value)
@@ -53,7 +58,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     expected = "a list of token ids (integers >= 0)"
     if value is None:
         return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         raise _refuse(name, value, expected)
     return tuple(_whole(f"{name}[{i}]", item, 0, MAX_INT, "a token id (integer >= 0)") for i, item in enumerate(value))
 
@@ -66,7 +71,14 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         raise _refuse(name, value, "a string or a list of strings")
     if any(not item for item in items):
         raise _refuse(name, value, "non-empty strings")
+    if not all(is_text(item) for item in items):
+        raise _refuse(name, value, "text without lone surrogates")
     return tuple(items)
+
+
+def is_text(value: Any) -> bool:
+    """A string that UTF-8 can hold."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _logprobs(name: str, value: Any) -> int | None:
@@ -77,32 +89,32 @@ def _logprobs(name: str, value: Any) -> int | None:
     return _whole(name, value, -1, MAX_INT, "None, -1 (the whole vocabulary) or a count >= 0")
 
 
+def _mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
+    """``value``, also as the tuple of pairs in which it is stored, so that attrs.evolve works; None is empty."""
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        return dict(value)
+    if value is not None and not isinstance(value, Mapping):
+        raise _refuse(name, value, expected)
+    return value or {}
+
+
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
-    if isinstance(value, tuple):
-        value = dict(value)  # as it is stored, so that attrs.evolve works
-    if not isinstance(value, Mapping):
-        raise _refuse("logit_bias", value, "a mapping of token id to bias")
     pairs: list[tuple[int, float]] = []
-    for key, bias in value.items():
+    for key, bias in _mapping("logit_bias", value, "a mapping of token id to bias").items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
         token = _whole("logit_bias key", token, 0, MAX_INT, "a token id (integer >= 0)")
-        pairs.append((token, _real(f"logit_bias[{key!r}]", bias, -1e30, 1e30, "a finite number")))
+        pairs.append((token, real_number(f"logit_bias[{key!r}]", bias, -1e30, 1e30, "a number in [-1e30, 1e30]")))
     if len({token for token, _ in pairs}) != len(pairs):
         raise _refuse("logit_bias", value, "each token id once")
     return tuple(sorted(pairs))
 
 
 def _extra_args(value: Any) -> tuple[tuple[str, float], ...]:
-    if value is None:
-        return ()
-    if isinstance(value, tuple):
-        value = dict(value)  # as it is stored
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise _refuse("extra_args", value, "a mapping of argument name to number")
-    names = ((key, f"extra_args[{key!r}]", number) for key, number in value.items())
-    return tuple(sorted((key, _real(name, number, -1e30, 1e30, "a finite number")) for key, name, number in names))
+    expected, number = "a mapping of argument name to number", "a number in [-1e30, 1e30]"
+    given = _mapping("extra_args", value, expected)
+    if not all(isinstance(key, str) for key in given):
+        raise _refuse("extra_args", value, expected)
+    return tuple(sorted((key, real_number(f"extra_args[{key!r}]", v, -1e30, 1e30, number)) for key, v in given.items()))
 
 
 def _seed(name: str, value: Any) -> int | None:
@@ -130,7 +142,7 @@ class SamplingParams:
         stop: strings that end the request; found across tokens. stop_token_ids: ids that do.
         seed: any integer, taken modulo 2**64; None draws 64 random bits. ``seq_seed`` is an alias.
         presence_penalty, frequency_penalty: -2 to 2, on output tokens; 0 is off.
-        repetition_penalty: > 0, on prompt and output tokens; 1 is off.
+        repetition_penalty: 1e-6 to 1e6, on prompt and output tokens; 1 is off.
         logit_bias: token id -> number added to its logit.
         bad_words: strings never generated. allowed_token_ids: the only ids that may be.
         logprobs, prompt_logprobs: how many best alternatives to report beside the token itself; -1 for all.
@@ -202,12 +214,12 @@ class SamplingParams:
     ) -> None:
         if seed is not None and seq_seed is not None and seed != seq_seed:
             raise InvalidRequestError(f"seed={seed!r} and seq_seed={seq_seed!r}: seq_seed is an alias; give one")
-        greedy = _real("temperature", temperature, 0.0, MAX_INT, "a finite number >= 0") < GREEDY_TEMPERATURE
+        heat = real_number("temperature", temperature, 0.0, math.inf, "a finite number >= 0")
         limit = None if max_tokens is None else _whole("max_tokens", max_tokens, 1, MAX_INT, "an integer >= 1, or None")
         floor = _whole("min_tokens", min_tokens, 0, MAX_INT, "an integer >= 0")
         if limit is not None and floor > limit:
             raise _refuse("min_tokens", min_tokens, f"at most max_tokens={limit}")
-        if logprobs_mode not in ("raw", "processed"):
+        if not isinstance(logprobs_mode, str) or logprobs_mode not in ("raw", "processed"):
             raise _refuse("logprobs_mode", logprobs_mode, "'raw' or 'processed'")
         top = _whole("top_k", top_k, -1, 2**63 - 1, "0 or -1 (off), or a count >= 1")
         allowed = None if allowed_token_ids is None else _token_ids("allowed_token_ids", allowed_token_ids)
@@ -215,19 +227,19 @@ class SamplingParams:
             raise _refuse("allowed_token_ids", allowed_token_ids, "at least one id, or None")
         self.__attrs_init__(
             n=_whole("n", n, 1, 2**63 - 1, "an integer >= 1"),
-            temperature=0.0 if greedy else float(temperature),
-            top_p=_real("top_p", top_p, 0.0, 1.0, "a number in (0, 1]", open_low=True),
+            temperature=0.0 if heat < GREEDY_TEMPERATURE else min(heat, LARGEST_FLOAT32),
+            top_p=real_number("top_p", top_p, 0.0, 1.0, "a number in (0, 1]", open_low=True),
             top_k=min(max(top, 0), MAX_INT),
-            min_p=_real("min_p", min_p, 0.0, 1.0, "a number in [0, 1]"),
+            min_p=real_number("min_p", min_p, 0.0, 1.0, "a number in [0, 1]"),
             max_tokens=limit,
             min_tokens=floor,
             stop=_strings("stop", stop),
             stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
             seed=_seed("seed", seed if seed is not None else seq_seed),
-            presence_penalty=_real("presence_penalty", presence_penalty, -2.0, 2.0, "a number in [-2, 2]"),
-            frequency_penalty=_real("frequency_penalty", frequency_penalty, -2.0, 2.0, "a number in [-2, 2]"),
-            repetition_penalty=_real(
-                "repetition_penalty", repetition_penalty, 0.0, MAX_INT, "a number > 0", open_low=True
+            presence_penalty=real_number("presence_penalty", presence_penalty, -2.0, 2.0, "a number in [-2, 2]"),
+            frequency_penalty=real_number("frequency_penalty", frequency_penalty, -2.0, 2.0, "a number in [-2, 2]"),
+            repetition_penalty=real_number(
+                "repetition_penalty", repetition_penalty, *REPETITION, "a number in [1e-6, 1e6]"
             ),
             logit_bias=_logit_bias(logit_bias),
             bad_words=_strings("bad_words", bad_words),

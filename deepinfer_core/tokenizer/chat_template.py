@@ -59,6 +59,8 @@ class ChatTemplates:
 
         Raises InvalidRequestError with the template's own reason when it refuses or fails.
         """
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequestError(f"messages={messages!r}: expected a list of mappings with 'role' and 'content'")
         values: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **variables}
         program = _compile(self.choose(template, tools=values["tools"] is not None))
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,95 @@ def test_back_pressure_bounds_what_is_inside(count: Path) -> None:
         return max(inside)
 
     assert 0 < run(count, body, max_pending=3) <= 3
+
+
+def test_time_passes_while_waiting_for_room(count: Path) -> None:
+    """Nothing of a request whose time passed outside ever runs, and it leaves no place behind."""
+
+    async def body(llm: AsyncLLM) -> None:
+        core, admitted = llm._llm.engine.core, []
+        core.planner._enter = lambda s, hit, go=core.planner._enter: (admitted.append(s.request.request_id), go(s, hit))  # type: ignore[method-assign, misc, assignment]
+        first = llm.stream([1], params(200), request_id="first")
+        await anext(first)
+        late = await llm.generate([2], params(4), request_id="late", timeout=0.02)
+        assert late.error is not None
+        assert (late.error.code, late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", "error", [])
+        deltas = await collect(llm, [2], 4, request_id="late", timeout=0.02)
+        assert [(delta.finish_reason, delta.token_ids) for delta in deltas] == [("error", [])]
+        assert llm._slots.locked()
+        await first.aclose()  # type: ignore[attr-defined]
+        assert (await llm.generate([2], params(4), timeout=60)).outputs[0].token_ids == count_tokens([2], 4, 64)
+        assert not llm._slots.locked()
+        assert admitted[:1] == ["first"]
+        assert "late" not in admitted
+
+    run(count, body, max_pending=1)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02])
+def test_cancelled_while_waiting_for_room(count: Path, delay: float) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        first = llm.stream([1], params(200))
+        await anext(first)
+        waits = [asyncio.create_task(llm.generate([2], params(4), timeout=t)) for t in (None, delay + 0.001, 60)]
+        await asyncio.sleep(delay)
+        for task in waits:
+            task.cancel()
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in (results[0], results[2]))
+        await first.aclose()  # type: ignore[attr-defined]
+        assert (await llm.generate([2], params(4))).outputs[0].finish_reason == "length"
+        assert llm._slots._value == 1
+
+    run(count, body, max_pending=1)
+
+
+def test_a_reader_who_comes_at_the_end_gets_one_delta(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        stream = llm.stream([0], params(200))
+        first = await anext(stream)
+        while llm._llm.engine.core.has_unfinished:
+            await asyncio.sleep(0.002)
+        rest = [delta async for delta in stream]
+        assert [t for d in (first, *rest) for t in d.token_ids] == count_tokens([0], 200, 64)
+        assert (len(rest), rest[-1].finish_reason) == (1, "length")
+
+    run(count, body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("timeout", v) for v in (0, -1, "1", True, float("nan"), float("inf"), 10**400, [1])),
+        *(("request_id", v) for v in ("", 5, b"x", ["x"])),
+        *(("sampling_params", v) for v in ({"temperature": 0}, "x", 5, [SamplingParams()] * 2)),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(count: Path, field: str, value: Any) -> None:
+    arguments: dict[str, Any] = {field: value}
+
+    async def body(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidRequestError, match=field):
+            await llm.generate([1], **arguments)
+        with pytest.raises(InvalidRequestError, match=field):
+            await anext(llm.stream([1], **arguments))
+
+    run(count, body)
+
+
+def test_closing_races_with_calls_and_answers_them_all(count: Path) -> None:
+    """A call that comes too late fails; it never waits for a thread that has ended."""
+
+    async def main() -> None:
+        for _ in range(10):
+            llm = AsyncLLM(str(count), config=dict(SMALL))
+            calls = [asyncio.to_thread(llm._driver.call, lambda core: 1) for _ in range(16)]
+            futures, *_ = await asyncio.gather(asyncio.gather(*calls), llm.close(), llm.close())
+            for future in futures:
+                with suppress(RuntimeError):
+                    assert future.result(timeout=5) == 1
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_completions_of_one_stream_are_told_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.api import ConfigError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
+TIMES = ("deadline", "ttft_target", "tpot_target", "timeout")
 
 
 def refused(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> str:
@@ -86,7 +88,19 @@ def test_padding_ids_are_outside_the_vocabulary(toy_llm: Any) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [7, None, [True], [1.5], [["a"]], {"prompt": 5}, {}, {"prompt": "a", "prompt_token_ids": [1]}, {"text": "a"}],
+    [
+        *(7, None, [True], [1.5], [["a"]], {"prompt": 5}, {}, {"prompt": "a", "prompt_token_ids": [1]}, {"text": "a"}),
+        *(
+            b"ab",
+            [b"ab"],
+            {"prompt_token_ids": b"ab"},
+            {1, 2},
+            "\ud800",
+            {"prompt": "a\udfff"},
+            np.array([1.0]),
+            iter([1]),
+        ),
+    ],
 )
 def test_anything_else_is_an_error_that_names_it(toy_llm: Any, prompt: Any) -> None:
     assert "prompt" in refused(toy_llm("Count", tokenizer=True), prompt)
@@ -104,10 +118,28 @@ def test_one_bad_prompt_starts_nothing(toy_llm: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("priority", 1.5), ("tenant", 3), ("timeout_ms", 0), ("deadline_ms", -1), ("ttft_target_ms", "1"), ("nope", 1)],
+    [
+        *(("priority", v) for v in (1.5, "1", True, 2**63, -(2**70), math.nan)),
+        *((name, v) for name in ("tenant", "cache_salt") for v in (3, b"a", "\ud800", ["a"])),
+        *((f"{name}_ms", v) for name in TIMES for v in (0, -1, "1", True, math.nan, math.inf, 10**400, [1])),
+        ("nope", 1),
+    ],
 )
 def test_request_fields_are_checked(toy_llm: Any, field: str, value: Any) -> None:
     assert field in refused(toy_llm("Count"), {"prompt_token_ids": [1], field: value})
+
+
+def test_request_fields_at_their_limits(toy_llm: Any) -> None:
+    fields: dict[str, Any] = {f"{name}_ms": 1e300 for name in TIMES} | {"priority": -(2**63) + 1, "tenant": "é"}
+    assert ids_of(toy_llm("Count").generate({"prompt_token_ids": [3], **fields}, GREEDY)) == [[4, 5, 6]]
+
+
+@pytest.mark.parametrize("messages", [5, None, "hello", [5], [["x"]], [{"role": "user"}, 3], {"role": "user"}])
+def test_messages_of_another_kind_are_an_error(toy_llm: Any, messages: Any) -> None:
+    llm = toy_llm("Count", tokenizer=True)
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat(messages, GREEDY, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert_clean(llm)
 
 
 # ---- length

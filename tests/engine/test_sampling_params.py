@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepinfer_core import SamplingParams
-from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.api import ConstraintSpec, InvalidRequestError
 
 NAN, INF = math.nan, math.inf
 
@@ -23,7 +24,7 @@ REFUSED: list[tuple[str, Any]] = [
     *[("min_tokens", v) for v in (-1, 17, 0.0, None, "0", False)],
     *[("seed", v) for v in (1.0, "7", NAN, True, [1])],
     *[(name, v) for name in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, NAN, INF, None, "0")],
-    *[("repetition_penalty", v) for v in (0.0, -1.0, NAN, INF, None, "1")],
+    *[("repetition_penalty", v) for v in (0.0, -1.0, 1e-7, 1e7, NAN, INF, None, "1")],
     *[("stop", v) for v in ("", ["a", ""], 5, [5], {"a": 1}, b"a")],
     *[("stop_token_ids", v) for v in ([-1], [1.0], "12", 5, [True], [2**31], {1})],
     *[
@@ -51,6 +52,10 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("temperature", 1e-45, 0.0),
     ("temperature", 1e-5, 1e-5),
     ("temperature", 2, 2.0),
+    ("temperature", np.float32(0.5), 0.5),
+    ("temperature", 1e10, 1e10),
+    ("temperature", 1e300, float(np.finfo(np.float32).max)),
+    ("repetition_penalty", np.float32(2), 2.0),
     ("top_p", 1, 1.0),
     ("top_p", 1e-9, 1e-9),
     ("top_k", -1, 0),
@@ -102,3 +107,55 @@ def test_unknown_names_are_refused() -> None:
 def test_parameters_are_fixed() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+ODD: list[Any] = [
+    *(None, True, 0, 1, -1, 2**31, 2**70, -(2**70), 10**400, 0.0, -0.0, 0.5, 1e300, 1e-300, NAN, INF, -INF, 1j),
+    *(
+        "",
+        "x",
+        "\ud800",
+        b"",
+        b"x",
+        bytearray(b"x"),
+        int,
+        object(),
+        (),
+        (1,),
+        (1, 2),
+        ((1, 2),),
+        ((1, 2, 3),),
+        ((1, 1),) * 2,
+    ),
+    *([], [1], [[1]], [None], [NAN], ["x", 1], {}, {1: 1}, {"x": 1}, {"x": "y"}, {None: 1}, {(): ()}, set(), {1}),
+    *(
+        range(3),
+        iter([1]),
+        np.array([1]),
+        np.array([1.0, 2.0]),
+        np.array("x"),
+        np.bool_(True),
+        np.int8(3),
+        np.float16(2),
+    ),
+]
+FIELDS = sorted(set(inspect.signature(SamplingParams).parameters))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", ODD, ids=[f"{i}-{type(v).__name__}" for i, v in enumerate(ODD)])
+def test_whatever_is_given_is_taken_or_refused_by_name(field: str, value: Any) -> None:
+    """No other exception, and nothing that a later stage would stumble over: what is taken is plain and hashable."""
+    refused, params = None, None
+    try:
+        params = SamplingParams(**{field: value})
+    except InvalidRequestError as error:
+        refused = str(error)
+    if params is None:
+        assert field.removeprefix("seq_") in str(refused)
+    else:
+        assert type(getattr(params, "seed" if field == "seq_seed" else field, None)) in PLAIN
+        hash(params)
+
+
+PLAIN = (type(None), bool, int, float, str, tuple, ConstraintSpec)
