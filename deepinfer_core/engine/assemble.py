@@ -234,9 +234,15 @@ def _graphs(
 
 
 def cache_domain(planned: PlannedEngine, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What two engines must share for their cache blocks to be interchangeable: model, cache format, layouts."""
+    """What two engines must share for their cache blocks to be interchangeable: model, numerics, format, layouts.
+
+    A feature that changes what a model computes, such as adapters, which do not exist yet, would add its name here.
+    """
+    model = planned.config.model
+    numerics = f"{planned.spec.dtype} qdq={model.qdq} fp8_activations={model.fp8_activations}"
+    entries = [f"{g.name}.{e.name}={e.dtype}" for g in planned.spec.cache_groups for e in g.entries]
     layouts = [f"{c.slot}={c.provider}" for c in planned.plan.choices if c.op.startswith("kv_layout.")]
-    return (str(checkpoint.path), planned.spec.architecture, planned.spec.dtype, *layouts)
+    return (str(checkpoint.path), planned.spec.architecture, numerics, *entries, *layouts)
 
 
 def eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:

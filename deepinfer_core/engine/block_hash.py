@@ -1,7 +1,7 @@
 """Content keys of cache blocks.
 
 A block's key covers everything its rows depend on: the keys of all blocks before it (through the parent),
-its own tokens, and the domain: model, cache format, adapter and the user's salt. The parts are hashed with
+its own tokens, and the domain: model, numerics, cache format and the user's salt. The parts are hashed with
 their lengths, so that no two different inputs give the same bytes.
 """
 
@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 
 def domain_key(*parts: str) -> bytes:
-    """Root key for requests that agree on every part (model, cache format, adapter, salt, ...)."""
+    """Root key for requests that agree on every part (model, cache format, salt, ...)."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"deepinfer-root")
     for part in parts:
         data = part.encode()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toys.checkpoints import open_toy, write_toy
+from toys.checkpoints import ACCELERATOR, SMALL, open_toy, write_toy
 from toys.checks import assert_clean, ids_of
 from toys.oracle import HashOracle
+from toys.tiny_llama import write_tiny
 
 from deepinfer_core import LLM, SamplingParams
+from deepinfer_core.engine.block_hash import domain_key
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 ORACLE = HashOracle(64, [None])
@@ -110,6 +112,25 @@ def test_models_are_domains_of_their_own(tmp_path: Any) -> None:
         with open_toy(write_toy(tmp_path / name, "PrefixHash")) as llm:
             keys.append(llm.engine.intake.request("0", LONG, GREEDY, now=0.0, stream=False).root_key)
     assert keys[0] != keys[1]
+
+
+def test_numerics_and_cache_formats_are_domains_of_their_own(tmp_path: Any) -> None:
+    """What one engine's blocks hold is of no use to another that computes, rounds or lays out otherwise."""
+    write_tiny(tmp_path)
+    settings: list[dict[str, Any]] = [
+        *({}, {"model.dtype": "bfloat16"}, {"kv_cache.dtype": "fp8"}, {"model.fp8_activations": True}),
+        *([{"kv_cache.block_size": 32}] if ACCELERATOR == "cpu" else []),  # keys lie transposed there
+    ]
+    keys = []
+    for changed in settings:
+        with LLM(tmp_path, accelerator=ACCELERATOR, **{**SMALL, **changed}) as llm:
+            keys.append(llm.engine.intake.request("0", LONG, GREEDY, now=0.0, stream=False).root_key)
+    assert len(set(keys)) == len(settings)
+
+
+def test_parts_of_a_domain_do_not_run_together() -> None:
+    parts = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("", "abc"), ("a", "b", "c"), ("c", "ab"), (), ("",)]
+    assert len({domain_key(*part) for part in parts}) == len(parts)
 
 
 def test_seed_and_parameters_do_not_matter(toy_llm: Any) -> None:
