@@ -84,6 +84,7 @@ def gated_linear(rows: int) -> tuple[Calls, Calls]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="one number of rows")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -93,7 +94,8 @@ def main() -> None:
     from deepinfer_nvidia_sm100.measure import microseconds
 
     results = Results(options.out / "gpu_regions.json")
-    made = {(f.__name__, rows): f(rows) for f in (attention_inputs, gated_linear) for rows in ROWS}
+    counts = ROWS[:1] if options.quick else ROWS
+    made = {(f.__name__, rows): f(rows) for f in (attention_inputs, gated_linear) for rows in counts}
     compile_all(calls[0] for pair in made.values() for calls in pair)
 
     def times(region: Calls, parts: Calls) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -169,6 +169,42 @@ def test_deltas_of_valid_text_never_hold_a_replacement(kind: str, data: st.DataO
     assert pieces[-1] == ""
     assert not any(REPLACEMENT in piece for piece in pieces)
     assert "".join(pieces) == tokenizer._backend.decode(ids)
+
+
+class Untouched(list[str]):
+    """A list that may be appended to and not looked at."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("what was returned earlier is read again")
+
+    __getitem__ = __len__ = __contains__ = __iter__  # type: ignore[assignment]
+
+
+def remembered(detokenizer: IncrementalDetokenizer) -> int:
+    """Characters, bytes and items that a detokenizer keeps, beside the pieces and what the vocabulary is."""
+    parts = [detokenizer, detokenizer._assembler, detokenizer._matcher]
+    kept = [value for part in parts for name, value in vars(part).items() if name != "_pieces"]
+    return sum(len(value) for value in kept if isinstance(value, str | bytes | list))
+
+
+@pytest.mark.parametrize("stop", [(), ("xx", "aaab", REPLACEMENT * 40 + "!")], ids=["no stop", "near misses"])
+@pytest.mark.parametrize("kind", [*BUILDERS, "smollm"])
+def test_a_token_costs_the_same_after_however_many(kind: str, stop: Sequence[str]) -> None:
+    """Nothing kept grows with the text, and nothing that was returned is read again: so time is linear.
+
+    Among the runs are one token over and over (a lone continuation byte where there are any) and all of them in turn.
+    """
+    tokenizer = built(kind)
+    vocabulary = range(tokenizer.vocab_size)
+    for run in ([0], [tokenizer.vocab_size // 2], [3 + 0x80], vocabulary):
+        ids = [token for token in run if token < tokenizer.vocab_size] or [0]
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=stop)
+        detokenizer._pieces = Untouched()
+        kept = []
+        for count in range(3000):
+            detokenizer.push([ids[count % len(ids)]])
+            kept.append(remembered(detokenizer))
+        assert max(kept[1500:]) <= max(kept[:1500]) <= 4 * max(map(len, (*stop, "")), default=0) + 64
 
 
 def test_sentencepiece_loses_its_first_space_only() -> None:
