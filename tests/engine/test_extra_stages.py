@@ -42,6 +42,19 @@ def test_explain_lists_it(toy_llm: ToyLLM) -> None:
     assert rows["sampling_ban_below"]["provider"] == "stage_plugin:ban_below"
 
 
+@pytest.mark.parametrize("ahead", [False, "auto"])
+def test_a_built_in_stage_is_replaced(toy_llm: ToyLLM, ahead: Any) -> None:
+    """The plugin's bias counts twice: 1.9 + 0.08 is below 2.0, 1.9 + 2 · 0.08 is above."""
+    params = [greedy(logit_bias={5: 0.08}), greedy(), greedy(4, logit_bias={5: -1.0})]
+    own = toy_llm("Const", scheduling__async_scheduling=ahead)
+    theirs = toy_llm("Const", plugins__paths=PLUGINS, scheduling__async_scheduling=ahead)
+    assert [o.outputs[0].token_ids for o in own.generate([[1]] * 2, params[:2])] == [[3, 3], [3, 3]]
+    assert [o.outputs[0].token_ids for o in theirs.generate([[1]] * 3, params)] == [[5, 5], [3, 3], [7, 7]]
+    rows = {row["slot"]: row for row in theirs.explain()["rows"]}
+    assert rows["sampling_bias"]["provider"] == "stage_plugin:double_bias"
+    assert rows["sampling_penalties"]["provider"] != "stage_plugin:double_bias"
+
+
 def test_one_that_raises_ends_the_request_that_made_it(toy_llm: ToyLLM) -> None:
     llm = toy_llm("Const", plugins__paths=PLUGINS)
     fine, broken, other = llm.generate([[1], [1], [2]], [greedy(4, logprobs=1), greedy(13), greedy()])

@@ -1,4 +1,4 @@
-"""A plugin that adds a sampling stage: ``ban_below`` masks every id under a bound."""
+"""A plugin that adds a sampling stage, ``ban_below``, and has its own form of a built-in one, ``bias``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,21 @@ class BanBelow:
         return logits.masked_fill(self.ids < bound[:, None], float("-inf"))
 
 
+class DoubleBias:
+    """In place of the bias stage: every bias counts twice."""
+
+    def __init__(self, request: SamplingRequest, context: Any) -> None:
+        self.reference = context.reference(request)
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        result: torch.Tensor = self.reference.run(self.reference.run(logits, batch), batch)
+        return result
+
+
+def supports_bias(request: SamplingRequest) -> Supports:
+    return yes(0) if request.stage == "bias" else no(f"serves stage bias, not {request.stage}")
+
+
 def supports(request: SamplingRequest) -> Supports:
     return yes(50) if request.stage == "ban_below" else no(f"serves stage ban_below, not {request.stage}")
 
@@ -53,4 +68,13 @@ def deepinfer_sampling_stages() -> Sequence[StageInfo]:
 @hookimpl
 def deepinfer_sampling(device: DeviceInfo) -> Sequence[Provider]:
     caps = frozenset({"spec_verify"})  # not device_state: auto then stays synchronous, and true is refused
-    return [Provider(name="ban_below", op="sampling.stage", build=BanBelow, caps=caps, supports=supports)]
+    return [
+        Provider(name="ban_below", op="sampling.stage", build=BanBelow, caps=caps, supports=supports),
+        Provider(
+            name="double_bias",
+            op="sampling.stage",
+            build=DoubleBias,
+            caps=caps | {"device_state"},
+            supports=supports_bias,
+        ),
+    ]
