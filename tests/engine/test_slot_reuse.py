@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 2.0},
     "frequency": {"frequency_penalty": -2.0},
     "repetition": {"repetition_penalty": 5.0},
-    "bias": {"logit_bias": {i: 20.0 for i in range(0, 260, 7)}},
+    "bias": {"logit_bias": dict.fromkeys(range(0, 260, 7), 20.0)},
     "allowed": {"allowed_token_ids": [*range(40, 60)]},
     "bad words": {"bad_words": [chr(c) for c in range(32, 127)]},
     "long bad word": {"bad_words": ["abcdefgh"]},
