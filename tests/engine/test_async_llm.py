@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -132,22 +133,39 @@ def test_abort_ends_the_request_it_names(count: Path) -> None:
     run(count, body)
 
 
+async def ended_early(llm: AsyncLLM) -> None:
+    """Soon nothing runs, long before 200 tokens are out."""
+    while llm._llm.engine.core.has_unfinished:
+        await asyncio.sleep(0.002)
+    assert llm._llm.engine.model.steps < 150  # type: ignore[attr-defined]
+
+
+def slowly(llm: AsyncLLM) -> None:
+    """At least 5 ms a step: 200 of them last a second."""
+    llm._llm.engine.model.before = lambda batch: time.sleep(0.005)  # type: ignore[attr-defined]
+
+
 def test_closing_a_stream_aborts_it(count: Path) -> None:
     async def body(llm: AsyncLLM) -> None:
+        slowly(llm)
         stream = llm.stream([1], params(200))
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
+        await ended_early(llm)
 
     run(count, body)
 
 
 def test_cancelled_task_ends_its_request(count: Path) -> None:
     async def body(llm: AsyncLLM) -> None:
+        slowly(llm)
         task = asyncio.create_task(llm.generate([1], params(200)))
-        await asyncio.sleep(0.01)
+        while not llm._llm.engine.model.steps:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.002)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await ended_early(llm)
 
     run(count, body)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from toys.checkpoints import EOS_ID
+from toys.checkpoints import EOS_ID, open_toy, write_toy
 from toys.checks import assert_clean, ids_of
 from toys.oracle import const_logits, draw
 
@@ -166,6 +168,20 @@ def test_bad_word_begun_in_the_prompt(toy_llm: Any) -> None:
     llm = toy_llm("Const", tokenizer=True, logits={"97": 3.0, "98": 2.0})
     (output,) = llm.generate("aa", SamplingParams(temperature=0, max_tokens=3, bad_words=["aaa"]))
     assert output.outputs[0].text == "baa"
+
+
+@pytest.mark.parametrize(("words", "text"), [([], " a a"), (["a"], "bb"), ([" a"], "aa"), (["b"], " a a")])
+def test_bad_words_count_after_a_space_too(tmp_path: Path, words: list[str], text: str) -> None:
+    """A word that has a token of its own with the space before it."""
+    directory = write_toy(tmp_path, "Const", tokenizer=True, logits={"257": 2.0, "97": 1.9, "98": 1.8})
+    file = directory / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocabulary = {text: token for text, token in data["model"]["vocab"].items() if token != 257}
+    data["model"] |= {"vocab": vocabulary | {"Ġa": 257}, "merges": [["Ġ", "a"]]}
+    file.write_text(json.dumps(data))
+    with open_toy(directory) as llm:
+        (output,) = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=2, bad_words=words))
+    assert output.outputs[0].text == text
 
 
 def test_bad_words_of_one_request_do_not_touch_another(toy_llm: Any, ahead: bool) -> None:

@@ -170,6 +170,21 @@ def test_equal_prompts_in_one_step(toy_llm: Any, ahead: bool) -> None:
     assert_clean(llm)
 
 
+def test_completions_of_one_prompt_compute_it_once(toy_llm: Any, ahead: bool) -> None:
+    """The others wait for the first one's blocks: then each has its last token to compute, and no more."""
+    llm = toy_llm("PrefixHash", scheduling__async_scheduling=ahead)
+    rows: list[int] = []
+    llm.engine.model.before = lambda batch: rows.append(len(batch.positions))
+    for n, length, budget in ((3, 9, 64), (4, 16, 64), (2, 30, 7)):
+        rows.clear()
+        llm.engine.core.planner.max_batch_tokens = llm.engine.core.planner.budget = budget
+        (output,) = llm.generate([[n, *LONG[:length]]], SamplingParams(seed=1, n=n, max_tokens=1))
+        shared = (length + 1) // 4 * 4
+        assert sum(rows) == length + 1 + (n - 1) * max(length + 1 - shared, 1)
+        assert output.metrics.cached_tokens == (n - 1) * min(shared, length)
+    assert_clean(llm)
+
+
 def test_full_hit_leaves_the_shared_block_alone(toy_llm: Any, ahead: bool) -> None:
     llm = toy_llm("PrefixHash", scheduling__async_scheduling=ahead)
     llm.generate([LONG[:8]], GREEDY)

@@ -97,6 +97,9 @@ class CacheMachine(RuleBasedStateMachine):
         computed, known = self.computed[slot], self.tokens[slot]
         slots = np.array([slot])
         self.cache.slide(slots, np.array([computed]))
+        for name, window in self.windows.items():
+            passed = 0 if window is None else max(0, computed - window + 1) // BLOCK
+            assert not self.cache.groups[name].table[slot, :passed].any(), "what slid out is free at once"
         if computed == len(known):
             known.append(data.draw(st.integers(500, 502)))
         rows = min(rows, len(known) - computed, LIMIT - computed, self.cache.most_tokens(slot) - computed)
@@ -159,6 +162,21 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_shared_blocks_that_nobody_owns_count_as_taken() -> None:
+    """Six blocks: three are another's, two idle ones are shared by the hit, so one is left and not two."""
+    tokens = np.arange(16, dtype=np.int32)
+    keys = extend_keys([], ROOT, tokens, 16, BLOCK)
+    cache = KVCache([spec("f", None)], {"f": 7}, block_size=BLOCK, slots=2, max_model_len=LIMIT, prefix_cache=True)
+    cache.grow(0, 8)
+    cache.publish(0, keys, 0, 2)
+    cache.release(0)
+    cache.grow(1, 12)
+    hit = cache.lookup(keys, 16)
+    assert (hit.blocks, cache.free_blocks) == (2, 3)
+    assert cache.room_for(hit, 4, 12)
+    assert not cache.room_for(hit, 8, 16)
 
 
 @pytest.mark.parametrize("window", range(1, 14))

@@ -95,6 +95,14 @@ def test_preempted_requests_say_so_and_resume(toy_llm: ToyLLM) -> None:
                 assert before.detail["tokens"] == after.detail["tokens"]  # no token was lost
 
 
+def test_the_cache_is_credited_once(toy_llm: ToyLLM) -> None:
+    """What a resumed request finds again is no part of ``cached_tokens``."""
+    outputs = crowded(toy_llm, kv_cache__prefix_cache=True)
+    assert any(int(event.detail["cached"]) for output in outputs for event in events(output, "resumed"))
+    for output in outputs:
+        assert output.metrics.cached_tokens == events(output, "admitted")[0].detail["cached"]
+
+
 def test_recomputed_rows_are_chunks_too(toy_llm: ToyLLM) -> None:
     output = next(o for o in crowded(toy_llm) if o.metrics.preemptions)
     known = int(events(output, "resumed", "admitted")[-1].detail["tokens"])
