@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
