@@ -33,6 +33,7 @@ PLUGIN = "deepinfer_batch_invariance.plugin"
 GENERIC = {
     "ops.gemm.linear": ("batch_invariance:triton_linear",),
     "ops.pointwise.rms_norm": ("batch_invariance:triton_rms_norm",),
+    "ops.fused.gated_linear": ("parts",),
 }
 MODES: dict[str, dict[str, Any]] = {
     "default": {},

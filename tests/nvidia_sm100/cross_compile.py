@@ -257,6 +257,7 @@ CASES: dict[str, Callable[[], None]] = {
     "prompt float32": lambda: attention([2000], 2000, dtype="float32", cache_dtype="float32"),
     "prompt head_dim 256": lambda: attention([2000], 2000, head_dim=256),
     "prompt head_dim 64": lambda: attention([2000], 2000, head_dim=64),
+    "fixed decode": lambda: attention([1] * 300, 600, demands=INVARIANT),
     "fixed chunks": lambda: attention([1, 2000], 2000, demands=INVARIANT),
     "linear 1 row": lambda: linear(1, HIDDEN, INNER),
     "linear 24 rows": lambda: linear(24, 6144, HIDDEN),

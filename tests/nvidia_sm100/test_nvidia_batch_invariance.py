@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 from deepinfer_nvidia_sm100.ops import few_rows, fixed_linear
+from deepinfer_nvidia_sm100.ops.fixed_gated import FixedOrderGatedLinear
 from deepinfer_nvidia_sm100.ops.fixed_linear import thumb
 from deepinfer_nvidia_sm100.tuning import candidates
 from gpu_support import DEVICE, DTYPES, ON_GPU, context, here, operator, providers, same_bits
@@ -27,6 +28,7 @@ from test_reference_attention import Scene
 from deepinfer_core.api import (
     AppendTokensRequest,
     EmbeddingRequest,
+    GatedLinearRequest,
     InputIdsRequest,
     LinearRequest,
     RmsNormRequest,
@@ -127,6 +129,27 @@ def test_the_library_is_used_only_where_it_sums_in_the_same_order() -> None:
     zeros = fixed_linear.FixedOrderLinear(wanted, context())
     zeros.prepare([torch.zeros_like(packed.weight)])
     assert zeros._steady == frozenset(), "a weight of zeros says nothing about the order"
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"] or DTYPES)
+@pytest.mark.parametrize(("width", "inner"), [(9728, 2560), (500, 777)] if ON_GPU else [(100, 320)])
+def test_gated_linear(width: int, inner: int, dtype: str, limit: float | None) -> None:
+    """In one kernel as in two, and both as the activation of the product by an operator of its own."""
+    wanted = GatedLinearRequest(
+        in_features=inner, width=width, dtype=dtype, weight_dtype=dtype, limit=limit, bias=True, demands=CAP
+    )
+    op = FixedOrderGatedLinear(wanted, context())  # the provider takes no float32, which the interpreter must have
+    packed = op.prepare([normal(2 * width, inner, dtype=dtype, seed=1) / inner**0.5], normal(2 * width, dtype=dtype))
+    rows = ROWS if ON_GPU else 70
+    x = normal(rows, inner, dtype=dtype)
+    check(lambda picked: [op.run(x[picked], packed)], rows, same_bits)
+    product = operator(attrs.evolve(wanted.linear, demands=CAP), "fixed_order_linear")
+    parts = operator(attrs.evolve(wanted.swiglu, demands=CAP)).run(
+        product.run(x, product.prepare([packed.weight], packed.bias))
+    )
+    for count in (1, 16, 33, 64, rows):
+        same_bits(op.run(x[:count], packed), parts[:count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -40,6 +40,7 @@ ALL = [
     "sampling",
     "prompt",
     "fixed chunks",
+    "fixed decode",
     "decode many",
     "decode float32",
     "decode window",

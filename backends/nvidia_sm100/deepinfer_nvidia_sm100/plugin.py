@@ -178,9 +178,12 @@ def _products(request: LinearRequest) -> Supports:
     return _floats(request)
 
 
-def _invariant_linear(request: LinearRequest) -> Supports:
-    verdict = _linear(request)
+def _fixed_order(verdict: Supports) -> Supports:
     return yes(SCORE - 100, "the same order of sums for every number of rows") if verdict else verdict
+
+
+def _invariant_linear(request: LinearRequest) -> Supports:
+    return _fixed_order(_linear(request))
 
 
 @hookimpl
@@ -234,6 +237,10 @@ def _gated(request: GatedLinearRequest) -> Supports:
     return _floats(request)
 
 
+def _invariant_gated(request: GatedLinearRequest) -> Supports:
+    return _fixed_order(_gated(request))
+
+
 @hookimpl
 def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
@@ -247,6 +254,14 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             _heads,
         ),
         _provider("gated_linear", GatedLinearRequest.op, "gated_linear:GatedLinear", CAPS, _gated),
+        _provider(
+            "fixed_order_gated_linear",
+            GatedLinearRequest.op,
+            "fixed_gated:FixedOrderGatedLinear",
+            ROW_CAPS,
+            _invariant_gated,
+            proof="test_gated_linear",
+        ),
     ]
 
 

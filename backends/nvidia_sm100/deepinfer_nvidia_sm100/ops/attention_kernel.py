@@ -76,7 +76,7 @@ def in_half(queries):
 
 
 @triton.jit
-def attend(
+def attend_block(
     acc,
     top,
     total,
@@ -85,8 +85,7 @@ def attend(
     key_cache,
     value_cache,
     table,
-    low,
-    high,
+    n,
     lowest,
     end,
     scale,
@@ -102,53 +101,67 @@ def attend(
     SUM_BY_UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over the cached tokens ``low..high``, a multiple of BLOCK_N apart."""
+    """Online softmax over the cached tokens ``n..n + BLOCK_N``."""
     channel = tl.arange(0, HEAD_DIM)
     factor = scale * LOG2E
     if SOFTCAP:
         factor = 1.0
+    token = n + tl.arange(0, BLOCK_N)
+    if MASKED:
+        real = (token >= lowest) & (token < end)
+        block = tl.load(table + token // BLOCK_SIZE, mask=real, other=0)
+    else:
+        block = tl.load(table + token // BLOCK_SIZE)
+    cached = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    place = cached[:, None] + channel[None, :]
+    if MASKED:
+        keys = tl.load(key_cache + place, mask=real[:, None], other=0.0)
+    else:
+        keys = tl.load(key_cache + place)
+    keys = keys.to(queries.dtype)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
+    scaled = scores * factor
+    if MASKED:
+        seen = token[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (token[None, :] > position[:, None] - WINDOW)
+        scaled = tl.where(seen, scaled, float("-inf"))
+    higher = tl.maximum(top, tl.max(scaled, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
+    shrink = tl.exp2(top - base)
+    if SUM_BY_UNIT:
+        ones = tl.full((BLOCK_N, 16), 1.0, queries.dtype)
+        sums = tl.max(tl.dot(weights.to(queries.dtype), ones, input_precision=PRECISION), axis=1)
+    else:
+        sums = tl.sum(weights, axis=1)
+    total = tl.fma(total, shrink, sums)
+    if MASKED:
+        values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
+    else:
+        values = tl.load(value_cache + place)
+    values = widened(values, queries.dtype, BLOCK_N, HEAD_DIM)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, higher, total
+
+
+@triton.jit
+def attend(
+    acc, top, total, queries, position, key_cache, value_cache, table, low, high, lowest, end, scale, softcap, kv_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, SUM_BY_UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the cached tokens ``low..high``, a multiple of BLOCK_N apart."""
     for n in range(low, high, BLOCK_N):
-        token = n + tl.arange(0, BLOCK_N)
-        if MASKED:
-            real = (token >= lowest) & (token < end)
-            block = tl.load(table + token // BLOCK_SIZE, mask=real, other=0)
-        else:
-            block = tl.load(table + token // BLOCK_SIZE)
-        cached = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-        place = cached[:, None] + channel[None, :]
-        if MASKED:
-            keys = tl.load(key_cache + place, mask=real[:, None], other=0.0)
-        else:
-            keys = tl.load(key_cache + place)
-        keys = keys.to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        if SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
-        scaled = scores * factor
-        if MASKED:
-            seen = token[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen = seen & (token[None, :] > position[:, None] - WINDOW)
-            scaled = tl.where(seen, scaled, float("-inf"))
-        higher = tl.maximum(top, tl.max(scaled, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
-        if MASKED:
-            weights = tl.where(seen, weights, 0.0)
-        shrink = tl.exp2(top - base)
-        if SUM_BY_UNIT:
-            ones = tl.full((BLOCK_N, 16), 1.0, queries.dtype)
-            sums = tl.max(tl.dot(weights.to(queries.dtype), ones, input_precision=PRECISION), axis=1)
-        else:
-            sums = tl.sum(weights, axis=1)
-        total = tl.fma(total, shrink, sums)
-        if MASKED:
-            values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
-        else:
-            values = tl.load(value_cache + place)
-        values = widened(values, queries.dtype, BLOCK_N, HEAD_DIM)
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
-        top = higher
+        acc, top, total = attend_block(
+            acc, top, total, queries, position, key_cache, value_cache, table, n, lowest, end, scale, softcap, kv_head,
+            KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, MASKED, SUM_BY_UNIT, PRECISION,
+        )  # fmt: skip
     return acc, top, total
 
 

@@ -91,6 +91,7 @@ def described_gated_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     LIMITED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -114,6 +115,9 @@ def described_gated_kernel(
     if BIAS:
         gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + WIDTH + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if ROUNDED:
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -144,6 +148,7 @@ def launch_described(
     *,
     gated: bool,
     limit: float | None,
+    rounded: bool,
     options: dict[str, Any],
     compile_only: bool,
 ) -> None:
@@ -167,7 +172,10 @@ def launch_described(
         halves = described(weight, tile.block_n // 2, tile.block_k)
         width = columns // 2
         clamp = 0.0 if limit is None else limit
-        run(rows, halves, some, out, x.shape[0], width, inner, clamp, LIMITED=limit is not None, **common)
+        run(
+            rows, halves, some, out, x.shape[0], width, inner, clamp,
+            LIMITED=limit is not None, ROUNDED=rounded, **common,
+        )  # fmt: skip
     else:
         whole = described(weight, tile.block_n, tile.block_k)
         split = tile.splits > 1

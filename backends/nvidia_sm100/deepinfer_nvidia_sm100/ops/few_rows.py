@@ -26,12 +26,15 @@ from .starting import starter
 def store_tile(
     out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Write a finished tile of the product, or what the gate makes of it."""
+    """Write a finished tile of the product, or what the gate makes of it; ROUNDED: of the product as it is stored."""
     if BIAS:
         acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         half: tl.constexpr = BLOCK_N // 2
+        if ROUNDED:
+            acc = acc.to(out.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (half, 2, BLOCK_M)), (0, 2, 1)))
         if LIMITED:
             gate = tl.minimum(gate, limit)
@@ -69,6 +72,7 @@ def few_rows_kernel(
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     LIMITED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -118,13 +122,14 @@ def few_rows_kernel(
                 acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
             store_tile(
                 out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
-                BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED,
+                BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED, ROUNDED,
             )  # fmt: skip
             tl.store(counter, 0)
     else:
         store_tile(
-            out, acc, bias, tile, row, row_mask, column, column_mask, N, limit, BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED
-        )
+            out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
+            BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED, ROUNDED,
+        )  # fmt: skip
 
 
 @attrs.frozen(kw_only=True)
@@ -162,11 +167,13 @@ def launch(
     *,
     gated: bool = False,
     limit: float | None = None,
+    rounded: bool = False,
     compile_only: bool = False,
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``; ``arrived`` holds a zero for each tile of out.
 
     ``gated``: ``out [M, N / 2]`` is ``pointwise.swiglu`` of that product, clamped at ``limit`` if there is one.
+    ``rounded``: of that product rounded to out's dtype, as it is where two operators do this.
     """
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = parts_of(x, columns, tile.splits, out)
@@ -182,6 +189,7 @@ def launch(
             partial,
             gated=gated,
             limit=limit,
+            rounded=rounded,
             options=options,
             compile_only=compile_only,
         )
@@ -209,6 +217,7 @@ def launch(
         BIAS=bias is not None,
         GATED=gated,
         LIMITED=limit is not None,
+        ROUNDED=rounded,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

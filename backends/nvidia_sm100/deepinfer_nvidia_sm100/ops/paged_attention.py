@@ -17,8 +17,10 @@ from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, 
 
 from .attention_kernel import attention_kernel, combine_kernel
 from .dependent import dependent
+from .fixed_attention import fixed_attention_kernel
+from .shapes import power_of_two
 
-FIXED_CHUNK = 512
+FIXED_CHUNK = 256
 """Tokens of a chunk under ``batch_invariant``."""
 LEAST_CHUNK = 64
 """Tokens below which another split costs more than it saves."""
@@ -131,8 +133,6 @@ class Paged:
         if self._fixed and window is not None:
             most += 1  # a window may begin within a chunk
         splits = max(1, min(wanted, most)) if split else 1
-        if self._fixed and split and most > 1:
-            splits = max(2, splits)  # long contexts of a large batch are not left to one program each
         return Launch(shape=shape, tiles=tiles, count=count, splits=splits, most_chunks=most if self._fixed else splits)
 
     def _run(
@@ -173,34 +173,30 @@ class Paged:
         }
         some = out if sinks is None else sinks
         tiles = layout.positions if launch.tiles is None else launch.tiles
-        attention_kernel[(launch.count, request.kv_heads, launch.splits)](
-            query,
-            cache["key"],
-            cache["value"],
-            out,
-            partial,
-            lse,
-            self._arrived,
-            some,
-            layout.block_table,
-            layout.positions,
-            tiles,
-            query.stride(0),
-            query.stride(1),
-            layout.block_table.stride(0),
-            request.scale,
+        more: dict[str, Any] = {
+            "BLOCK_M": shape.rows,
+            "BLOCK_SIZE": request.block_size,
+            "SPLIT": split,
+            "MERGE": merge,
+            "SOFTCAP": request.softcap is not None,
+            "SUM_BY_UNIT": self._fixed and request.dtype != "float32",
+            "PRECISION": "ieee" if request.dtype == "float32" else "tf32",
+            "num_warps": shape.warps,
+            "num_stages": shape.stages,
+        }
+        given = (
+            query, cache["key"], cache["value"], out, partial, lse, self._arrived, some, layout.block_table,
+            layout.positions, tiles, query.stride(0), query.stride(1), layout.block_table.stride(0), request.scale,
             request.softcap or 0.0,
-            BLOCK_M=shape.rows,
-            BLOCK_SIZE=request.block_size,
-            SPLIT=split,
-            MERGE=merge,
-            SOFTCAP=request.softcap is not None,
-            SUM_BY_UNIT=self._fixed and request.dtype != "float32",
-            PRECISION="ieee" if request.dtype == "float32" else "tf32",
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **common,
-        )
+        )  # fmt: skip
+        grid = (launch.count, request.kv_heads, launch.splits)
+        if self._fixed:
+            plain = {key: value for key, value in common.items() if key not in ("chunk", "FIXED")}
+            fixed_attention_kernel[grid](
+                *given, CHUNK=FIXED_CHUNK, GROUP_BLOCK=power_of_two(self._group), **plain, **more
+            )
+        else:
+            attention_kernel[grid](*given, **common, **more)
         if split and not merge:
             combine_kernel[(launch.count, request.kv_heads * tokens * self._group)](
                 partial,
