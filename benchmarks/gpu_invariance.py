@@ -3,8 +3,9 @@
     python benchmarks/gpu_invariance.py --out results [--ops] [--model] [--overrides MODULE] [--json]
 
 Operators: medians of launches in a graph over inputs that rotate through the cache, beside ``torch.nn.functional`` on
-the same shapes; ``--overrides`` names a module with ``matmul_persistent(a, b)`` to time beside them, as
-thinking-machines' ``batch_invariant_ops`` and vLLM's ``vllm.model_executor.determinism.batch_invariant`` have one.
+the same shapes; ``--overrides`` names a module with ``matmul_persistent(a, b)``, ``rms_norm_batch_invariant`` and
+``log_softmax`` to time beside them: vLLM's ``vllm.model_executor.determinism.batch_invariant``, which took them over
+from thinking-machines' ``batch_invariant_ops``.
 The model has the layers of Qwen3-4B, four of them, random, bfloat16, on the NVIDIA backend three times: as it is,
 with ``features.batch_invariant`` and its own operators, and with this plugin's for products and norms.
 Before it is timed, a request's log-probabilities alone are compared bit by bit with those it has in a batch.
@@ -41,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "invariant, generic": {"features.batch_invariant": True, **GENERIC},
 }
 BATCHES = (1, 8, 32, 128)
+NAMES = ["ours", "torch", "theirs"]
 Call = Callable[[], object]
 
 
@@ -73,7 +75,7 @@ def operators(results: Results, options: argparse.Namespace) -> None:
 
     overrides = importlib.import_module(options.overrides) if options.overrides else None
     rows = (1, 32) if options.quick else ROWS
-    cases = [*linears("bfloat16", rows, overrides), *linears("float32", (1, 32, 512), None), *others(rows)]
+    cases = [*linears("bfloat16", rows, overrides), *linears("float32", (1, 32, 512), None), *others(rows, overrides)]
     table = []
     for key, (ways, names) in cases:
         timed = zip(names, ways, strict=True)
@@ -118,16 +120,14 @@ def linears(dtype: str, rows: tuple[int, ...], overrides: Any) -> list[Case]:
                 [lambda x=x, w=w, op=op: op.run(x, w) for w in ready],
                 [lambda x=x, w=w: torch.nn.functional.linear(x, w) for w in weights],
             ]
-            names = ["ours", "torch"]
             if overrides is not None:
                 ways.append([lambda x=x, w=w: overrides.matmul_persistent(x, w.t()) for w in weights])
-                names.append("theirs")
-            cases.append((f"linear {name} {dtype}, {n} rows", (ways, names)))
+            cases.append((f"linear {name} {dtype}, {n} rows", (ways, NAMES[: len(ways)])))
     return cases
 
 
-def others(rows: tuple[int, ...]) -> list[Case]:
-    """Norm, log-probabilities, and the sum over a token's experts."""
+def others(rows: tuple[int, ...], overrides: Any) -> list[Case]:
+    """Norm, log-probabilities, and the sum over a token's experts, which the overrides do not have."""
     from deepinfer_batch_invariance import triton_ops
     from deepinfer_batch_invariance.triton_kernels import log_softmax_kernel
 
@@ -142,8 +142,13 @@ def others(rows: tuple[int, ...]) -> list[Case]:
     cases: list[Case] = []
     for n in rows:
         x = torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16)
-        plain: list[Call] = [lambda x=x: torch.nn.functional.rms_norm(x, (hidden,), weight, 1e-6)]
-        cases.append((f"rms_norm, {n} rows", ([[lambda x=x: norm.run(x, weight)], plain], ["ours", "torch"])))
+        ways: list[list[Call]] = [
+            [lambda x=x: norm.run(x, weight)],
+            [lambda x=x: torch.nn.functional.rms_norm(x, (hidden,), weight, 1e-6)],
+        ]
+        if overrides is not None:
+            ways.append([lambda x=x: overrides.rms_norm_batch_invariant(x, weight, 1e-6)])
+        cases.append((f"rms_norm, {n} rows", (ways, NAMES[: len(ways)])))
         ids = torch.rand(n, 64, device="cuda").topk(top_k).indices.sort().values
         sent = exchange.dispatch(x, ids, torch.rand(n, top_k, device="cuda"))
         places = sent.handle.places
@@ -161,8 +166,10 @@ def others(rows: tuple[int, ...]) -> list[Case]:
             def ours(logits: torch.Tensor = logits, found: torch.Tensor = found) -> None:
                 log_softmax_kernel[(logits.shape[0],)](logits, found, WIDTH=vocab, BLOCK=triton_ops.SOFTMAX_BLOCK)
 
-            softmax: list[Call] = [lambda x=logits: torch.log_softmax(x, -1)]
-            cases.append((f"log_softmax, {n} rows", ([[ours], softmax], ["ours", "torch"])))
+            ways = [[ours], [lambda x=logits: torch.log_softmax(x, -1)]]
+            if overrides is not None:
+                ways.append([lambda x=logits: overrides.log_softmax(x, -1)])
+            cases.append((f"log_softmax, {n} rows", (ways, NAMES[: len(ways)])))
     return cases
 
 

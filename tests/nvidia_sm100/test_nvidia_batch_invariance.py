@@ -14,10 +14,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from deepinfer_nvidia_sm100.ops import few_rows, fixed_linear
+from deepinfer_nvidia_sm100.ops import fixed_linear
 from deepinfer_nvidia_sm100.ops.fixed_gated import FixedOrderGatedLinear
-from deepinfer_nvidia_sm100.ops.fixed_linear import thumb
-from deepinfer_nvidia_sm100.tuning import candidates
 from gpu_support import DEVICE, DTYPES, ON_GPU, context, here, operator, providers, same_bits
 from reference_support import batch, layout
 from test_nvidia_attention import attend
@@ -93,23 +91,6 @@ def test_linear(out: int, inner: int, dtype: str) -> None:
         same_bits(op.run(long, packed)[1000 : 1000 + rows], op.run(x, packed))
         for row in range(0, rows, 16):
             same_bits(op.run(x[row : row + 1], packed), op.run(x, packed)[row : row + 1])
-
-
-@pytest.mark.skipif(not ON_GPU, reason="which instructions a tile becomes shows on the chip alone")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_tile_sums_in_the_same_order(dtype: str) -> None:
-    for out, inner in ((2560, 9728), (6144, 2560), (1000, 777)):
-        x, weight = normal(300, inner, dtype=dtype), normal(out, inner, dtype=dtype, seed=1)
-        arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-        tiles = {
-            attrs.evolve(tile, splits=1) for rows in (1, 32, 64) for tile in candidates(rows) if not tile.described
-        }
-        expected = None
-        for tile in [fixed_linear.MANY, *sorted(tiles, key=attrs.astuple), *(thumb(n) for n in (1, 32, 64))]:
-            found = torch.full((300, out), float("nan"), dtype=x.dtype, device=DEVICE)
-            few_rows.launch(x, weight, None, found, tile, arrived)
-            expected = found if expected is None else expected
-            assert torch.equal(found, expected), f"seed {SEED}: {tile}"
 
 
 @pytest.mark.skipif(not ON_GPU, reason="there is no cuBLAS here")

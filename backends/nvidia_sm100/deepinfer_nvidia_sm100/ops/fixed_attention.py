@@ -3,8 +3,8 @@
 The context is cut at multiples of CHUNK. A chunk's softmax is online from its first token, products and sums that the
 compiler could join in more than one way are one operation, and weights are summed by the matrix unit, in the order of
 the tokens. Chunks are put together one by one in order: by the program that computed them all, or by the one that
-arrives last, or by a launch of their own. So neither the tile nor the number of programs shows in a bit, and what a row does not
-see adds exact zeros.
+arrives last, or by a launch of their own. So neither the tile nor the number of programs shows in a bit, and what a
+row does not see adds exact zeros.
 
 One loop goes over all tokens of a program, whatever chunks they belong to: with a loop for each chunk, loads in flight
 would run dry at every end of one.

@@ -8,6 +8,7 @@ Floor: as :mod:`.gated_linear`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -20,13 +21,18 @@ from .swiglu import Swiglu
 
 
 class FixedOrderGatedLinear:
-    """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U; sums over K are never split."""
+    """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U."""
 
     def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
         self._linear = FixedOrderLinear(request.linear, context)
-        self._tiles = few_tiles(request.linear, context, "fixed_gated_linear", lambda columns, inner, rows: thumb(rows))
+        tiles = few_tiles(request.linear, context, "fixed_gated_linear", partial(thumb, self._linear.splits))
+        # Tensor descriptors bring both halves of a tile for sums that are not cut only.
+        self._tiles = {
+            rows: tile
+            for rows, tile in tiles.items()
+            if tile is not None and self._linear.agrees(tile) and not (tile.described and tile.splits > 1)
+        }
         self._swiglu = Swiglu(request.swiglu, context)
-        self._none = torch.zeros(1, dtype=torch.int32, device=context.device)
         self._width = request.width
         self._limit = request.limit
 
@@ -42,5 +48,15 @@ class FixedOrderGatedLinear:
         out = torch.empty((x.shape[0], self._width), dtype=x.dtype, device=x.device)
         if out.numel():
             x = x if x.stride(-1) == 1 else x.contiguous()
-            launch(x, weight.weight, weight.bias, out, tile, self._none, gated=True, limit=self._limit, rounded=True)
+            launch(
+                x,
+                weight.weight,
+                weight.bias,
+                out,
+                tile,
+                self._linear.arrived,
+                gated=True,
+                limit=self._limit,
+                rounded=True,
+            )
         return out

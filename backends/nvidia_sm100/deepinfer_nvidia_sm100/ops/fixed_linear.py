@@ -1,10 +1,13 @@
 """Matrix products whose rows have the same bits in any company, for 1 row and for thousands.
 
-A sum over K that is never split is added by the matrix unit from its first element to its last, sixteen at a time, in
-tiles of every size: so tiles may follow the number of rows. That this is so is nowhere promised; the tests compare
-bits. cuBLAS does the same wherever it does not split K, which it decides by the number of rows. So it is tried, when
-the first weight is prepared: for every number of rows that it may be used for, the bits of all rows must be those of
-this package's kernel. What fails is computed here.
+A sum over K is cut into as many parts as the weight's shape says, whatever the number of rows. A part is added by the
+matrix unit from its first element to its last, sixteen at a time, in tiles of every size: so tiles may follow the
+number of rows. Parts are added in order, by the program that arrives last or by the one that computed them all
+(:mod:`.fixed_many`). That tiles do not show is nowhere promised; the tests compare bits.
+
+cuBLAS does the same for sums that are not cut, wherever it does not split K, which it decides by the number of rows.
+So it is tried, when the first weight is prepared: for every number of rows that it may be used for, the bits of all
+rows must be those of this package's kernel. What fails is computed here.
 
 Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operations beyond.
 """
@@ -12,28 +15,64 @@ Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import attrs
 import torch
 
-from deepinfer_core.api import BuildContext, LinearRequest, WeightPart
+from deepinfer_core.api import BuildContext, ConfigError, LinearRequest, WeightPart
+from deepinfer_nvidia_sm100.tables import linear_tile
 
 from .few_rows import Tile, launch
+from .fixed_many import ManyTile, launch_many, servable
 from .linear import FEW, PackedWeight, few_tiles, pack
 
 EACH = 256
-"""Numbers of rows up to this are tried one by one, beyond it multiples of :data:`STEP`."""
+"""Numbers of rows up to this have tiles of their own, or are tried one by one; beyond it multiples of :data:`STEP`."""
 STEP = 64
+UNIT = 128
+"""Elements of K: parts are multiples of it."""
 SINGLE = Tile(block_n=64, block_m=64, block_k=32, splits=1, stages=3, warps=4)
 """In float32, whatever the number of rows: sums there are ordinary instructions, whose order may follow the tile."""
-MANY = Tile(block_n=128, block_m=128, block_k=64, splits=1, stages=4, warps=8)
-"""In 16 bits, beyond :data:`FEW` rows."""
+TURNED = Tile(block_n=128, block_m=128, block_k=128, splits=1, stages=3, warps=8)
+"""In 16 bits, of many rows that the copy engine cannot read."""
+MANY = ManyTile(rows=128, columns=128, step=64, stages=4, warps=8)
+"""In 16 bits, of other rows than those with tiles of their own."""
+FEW_PROGRAMS, SHORTEST = 100, 2048
+"""A sum is cut where tiles of 64 columns are fewer than this, into parts of at least this many elements."""
 
 
-def thumb(rows: int) -> Tile:
-    """A tile for a shape that was not measured: of those that were, nearly all are fastest by this one."""
-    block_m = next(size for size in (16, 32, 64) if size >= rows)
-    return Tile(block_n=64, block_m=block_m, block_k=128, splits=1, stages=6, warps=4)
+def splits_of(columns: int, inner: int) -> int:
+    """Parts of K for a weight ``[columns, inner]`` that was not measured."""
+    splits = 1
+    while -(-columns // 64) * splits < FEW_PROGRAMS and inner >= 2 * splits * SHORTEST:
+        splits *= 2
+    return splits
+
+
+def part_length(inner: int, splits: int, step: int = UNIT) -> int:
+    """Elements of K in a part, but perhaps the last, by steps of this size."""
+    steps = (inner + step - 1) // step
+    return (steps + splits - 1) // splits * step
+
+
+def thumb(splits: int, columns: int, inner: int, rows: int) -> Tile | None:
+    """A tile for a shape that was not measured, nearly the fastest for those that were. None: cuBLAS."""
+    if rows <= FEW:
+        block_m = next(size for size in (16, 32, 64) if size >= rows)
+        return Tile(block_n=64, block_m=block_m, block_k=128, splits=splits, stages=6 if splits == 1 else 4, warps=4)
+    return None if splits == 1 else attrs.evolve(TURNED, splits=splits)
+
+
+def _splits(request: LinearRequest, context: BuildContext) -> int:
+    """Of the table's first tile for this shape, or by rule."""
+    if request.dtype == "float32":
+        return 1
+    own = None if context.settings is None else context.settings.table
+    first = linear_tile(context.device, request.out_features, request.in_features, 1, own, "fixed_linear")
+    if isinstance(first, Tile):
+        return first.splits
+    return 1 if first is None else splits_of(request.out_features, request.in_features)
 
 
 class FixedOrderLinear:
@@ -44,9 +83,26 @@ class FixedOrderLinear:
         self._device = context.device
         self._out_dtype: torch.dtype = getattr(torch, request.out_dtype)
         self._most = context.max_tokens
-        self._none = torch.zeros(1, dtype=torch.int32, device=context.device)  # no parts arrive: none is split
         self._steady: frozenset[int] | None = None
-        self._tiles = few_tiles(request, context, "fixed_linear", lambda columns, inner, rows: thumb(rows))
+        self.splits = _splits(request, context)
+        self._tiles = few_tiles(request, context, "fixed_linear", partial(thumb, self.splits), EACH)
+        self._length = part_length(request.in_features, self.splits)
+        for tile in self._tiles.values():
+            if tile is not None and not self.agrees(tile):
+                raise ConfigError(
+                    f"plugins.nvidia_sm100.table: fixed_linear {request.out_features}x{request.in_features}: {tile} "
+                    f"does not cut K into {self.splits} parts of {self._length} as the first tile does; "
+                    "make the table with: deepinfer tune"
+                )
+        self.arrived = torch.zeros(self._counters(), dtype=torch.int32, device=context.device)
+        """Zeros that kernels count with, for what runs in this operator's place too."""
+
+    def agrees(self, tile: Tile) -> bool:
+        """Whether a tile cuts K as this operator does."""
+        inner = self._request.in_features
+        return tile.splits == self.splits and (
+            self.splits == 1 or part_length(inner, tile.splits, tile.block_k) == self._length
+        )
 
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
         """On the device, in the compute dtype. The first weight tells where cuBLAS sums in the same order."""
@@ -60,6 +116,10 @@ class FixedOrderLinear:
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self._request.out_features), dtype=self._out_dtype, device=x.device)
+        tile = self._tiles.get(rows)
+        if tile is not None:
+            launch(x, weight.weight, weight.bias, out, tile, self.arrived)
+            return out
         taken = self._by_library(rows)
         if taken:
             self._library(x[:taken], weight, out[:taken])
@@ -67,9 +127,16 @@ class FixedOrderLinear:
             self._own(x[taken:], weight, out[taken:])
         return out
 
+    def _counters(self) -> int:
+        """Tiles of the largest product whose parts meet by counting."""
+        rows, columns = max(EACH, self._most), self._request.out_features
+        tiles = {(n, t.block_m, t.block_n) for n, t in self._tiles.items() if t is not None and t.splits > 1}
+        tiles.add((rows if self.splits > 1 else 1, TURNED.block_m, TURNED.block_n))
+        return max(-(-n // block_m) * -(-columns // block_n) for n, block_m, block_n in tiles)
+
     def _by_library(self, rows: int) -> int:
         """How many of these rows, from the first on, cuBLAS computes."""
-        if not self._steady or (rows <= FEW and self._tiles.get(rows) is not None):
+        if not self._steady:
             return 0
         if rows in self._steady:
             return rows
@@ -77,14 +144,14 @@ class FixedOrderLinear:
         return below if below > FEW and below in self._steady else 0
 
     def _own(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
-        launch(x, weight.weight, weight.bias, out, self._tile(x.shape[0]), self._none)
-
-    def _tile(self, rows: int) -> Tile:
+        if not x.shape[0]:
+            return
         if self._request.dtype == "float32":
-            return SINGLE
-        if rows > FEW:
-            return MANY
-        return self._tiles[rows] or thumb(rows)
+            launch(x, weight.weight, weight.bias, out, SINGLE, self.arrived)
+        elif servable(x, weight.weight):
+            launch_many(x, weight.weight, weight.bias, out, MANY, self.splits, self._length)
+        else:
+            launch(x, weight.weight, weight.bias, out, attrs.evolve(TURNED, splits=self.splits), self.arrived)
 
     def _library(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
         turned = weight.weight.t()
@@ -99,11 +166,11 @@ class FixedOrderLinear:
 
     def _tried(self, weight: PackedWeight) -> frozenset[int]:
         """Numbers of rows for which cuBLAS gives the bits of :meth:`_own`, on this machine and for this shape."""
-        if self._device.type != "cuda" or self._request.dtype == "float32":
+        if self._device.type != "cuda" or self._request.dtype == "float32" or self.splits > 1:
             return frozenset()
         most = max(EACH, self._most)
         counts = [n for n, tile in self._tiles.items() if tile is None]
-        counts += [*range(FEW + 1, EACH + 1), *range(EACH + STEP, most + 1, STEP)]
+        counts += range(EACH + STEP, most + 1, STEP)
         draw = torch.Generator(self._device).manual_seed(0)
         x = torch.randn((most, self._request.in_features), generator=draw, device=self._device).to(weight.weight.dtype)
         expected, found = (

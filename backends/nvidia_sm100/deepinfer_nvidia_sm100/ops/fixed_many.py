@@ -1,4 +1,4 @@
-"""Products of many rows whose sums over K are cut as :mod:`.few_rows` cuts them for few: parts in order, then their sum.
+"""Products of many rows whose sums over K are cut as :mod:`.few_rows` cuts them for few.
 
 A program holds a part's sum and that of the parts before it, so that nothing but the result is written. Tiles come by
 tensor descriptors.

@@ -58,15 +58,17 @@ def few_tiles(
     request: LinearRequest,
     context: BuildContext,
     section: str = "linear",
-    unmeasured: Callable[[int, int, int], Tile] = thumb,
+    unmeasured: Callable[[int, int, int], Tile | None] = thumb,
+    most: int = FEW,
 ) -> dict[int, Tile | None]:
-    """Tiles of all numbers of rows for which they can be faster than cuBLAS; None where they were measured not to be.
+    """Tiles of all numbers of rows up to ``most``, for which they can be faster than cuBLAS; None where they were
+    measured not to be.
 
     ``section``: of the table (:mod:`..tables`). ``unmeasured``: makes the tile of a shape that is not there.
     """
     own = None if context.settings is None else context.settings.table
     tiles: dict[int, Tile | None] = {}
-    for rows in range(1, FEW + 1) if request.dtype != "float32" else ():
+    for rows in range(1, most + 1) if request.dtype != "float32" else ():
         found = linear_tile(context.device, request.out_features, request.in_features, rows, own, section)
         tiles[rows] = unmeasured(request.out_features, request.in_features, rows) if found == "thumb" else found
     return tiles

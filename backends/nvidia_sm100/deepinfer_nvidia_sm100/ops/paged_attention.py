@@ -96,6 +96,9 @@ class Paged:
         )
         if self._fixed and single:
             self._few = self._many  # in float32 a sum's order follows the tile: all rows go through tiles of one size
+        # Under two warps the fixed chunks of several rows of a request spill registers.
+        several = self._fixed and self._few.warps == 2
+        self._several = attrs.evolve(self._few, warps=4) if several else self._few
 
     def plan(self, layout: StepLayout) -> Plan:
         """Tiles, from the host copies of the step's layout. A step of single rows needs none."""
@@ -107,7 +110,7 @@ class Paged:
         is_few = counts <= few
         starts = np.cumsum(counts) - counts
         launches = []
-        for chosen, shape, split in ((is_few, self._few, True), (~is_few, self._many, False)):
+        for chosen, shape, split in ((is_few, self._several, True), (~is_few, self._many, False)):
             tiles = _tiles(counts, starts, chosen & (counts > 0), shape.rows // self._group)
             if len(tiles):
                 longest = int(layout.host_seq_lens[chosen].max())
