@@ -13,12 +13,14 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from deepinfer_nvidia_sm100 import tables
+from deepinfer_nvidia_sm100 import fixed_tuning, tables
+from deepinfer_nvidia_sm100.command import shapes_of
 from deepinfer_nvidia_sm100.ops import few_rows, fixed_linear
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
 from deepinfer_nvidia_sm100.ops.fixed_linear import FixedOrderLinear, part_length, splits_of
 from deepinfer_nvidia_sm100.ops.fixed_many import ManyTile, launch_many
 from deepinfer_nvidia_sm100.settings import Settings
+from deepinfer_nvidia_sm100.tuning import save
 from gpu_support import DEVICE, DTYPES, ON_GPU, close, context, here, same_bits
 
 from deepinfer_core.api import ConfigError, LinearRequest
@@ -111,3 +113,50 @@ def test_the_operator_with_a_cut_sum(rows: int, monkeypatch: pytest.MonkeyPatch)
     expected = x[:, :-1].double() @ weight.double().T
     close(op.run(x[:, :-1].contiguous(), packed), expected, dtype)
     assert op.splits == 2
+
+
+@pytest.mark.parametrize("rows", fixed_tuning.ROWS)
+@pytest.mark.parametrize("inner", [9728, 2560, 1000])
+def test_tiles_that_are_tried_cut_a_sum_at_the_same_places(rows: int, inner: int) -> None:
+    for splits in fixed_tuning.SPLITS:
+        found = list(fixed_tuning.tiles(rows, splits, inner))
+        assert {tile.splits for tile in found} <= {splits}
+        assert splits == 1 or {part_length(inner, splits, t.block_k) for t in found} <= {part_length(inner, splits)}
+        assert all(tile.block_m >= rows or rows > fixed_linear.FEW for tile in found)
+    assert list(fixed_tuning.tiles(rows, 1, inner))
+
+
+def test_a_cut_is_chosen_over_all_numbers_of_rows() -> None:
+    times = {1: {1: 10.0, 256: 50.0}, 2: {1: 11.0, 256: 30.0}, 4: {1: 9.0, 256: 45.0}}
+    assert fixed_tuning.cheapest(times) == 2
+
+
+def test_shapes_of_an_invariant_plan_are_apart() -> None:
+    plain = {"in_features": 64, "out_features": 100, "dtype": "bfloat16", "out_dtype": "float32"}
+    gate = {"in_features": 64, "width": 30, "dtype": "bfloat16", "demands": ["batch_invariant"]}
+    choices = [
+        {"op": "gemm.linear", "request": plain},
+        {"op": "gemm.linear", "request": plain | {"out_features": 20, "demands": ["batch_invariant"]}},
+        {"op": "fused.gated_linear", "request": gate},
+    ]
+    plan = {"plan": {"choices": choices}}
+    assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {})
+    assert shapes_of(plan, invariant=True) == ({"20x64": (20, 64, "float32")}, {"60x64": (60, 64, "bfloat16")})
+
+
+@pytest.mark.skipif(not ON_GPU, reason="tuning needs the GPU it tunes for")
+def test_a_tuned_weight_is_cut_in_one_way(tmp_path: Path) -> None:
+    tuner = fixed_tuning.FixedTuner()
+    shape = (512, 1024, "bfloat16")
+    tuner.compile_fixed([shape])
+    found, splits, times = tuner.best_fixed(shape)
+    assert found[-1][0] == fixed_linear.EACH
+    assert {tile[3] for _, tile in found if tile is not None} <= {splits}
+    assert all(us > 0 for us in times.values())
+    own = tmp_path / "own.json"
+    save(own, {"512x1024": found}, "fixed_linear")
+    wanted = LinearRequest(
+        in_features=1024, out_features=512, dtype="bfloat16", out_dtype="bfloat16", weight_dtype="bfloat16"
+    )
+    op = FixedOrderLinear(wanted, context(settings=Settings(table=str(own))))
+    assert op.splits == splits

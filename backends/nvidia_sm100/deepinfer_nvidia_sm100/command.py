@@ -30,14 +30,16 @@ def choices_of(plan: Any) -> list[Any]:
     return choices
 
 
-def shapes_of(plan: Any) -> tuple[Shapes, Shapes]:
+def shapes_of(plan: Any, *, invariant: bool = False) -> tuple[Shapes, Shapes]:
     """``"NxK"`` -> rows, columns and result dtype of every 16-bit matrix in what ``explain --json`` wrote: of plain
-    products, and of those that end in a gate.
+    products, and of those that end in a gate. ``invariant``: those with the demand ``batch_invariant``, and no others.
     """
     found: Shapes = {}
     gated: Shapes = {}
     for choice in choices_of(plan):
         request = choice["request"]
+        if ("batch_invariant" in request.get("demands", ())) != invariant:
+            continue
         if request.get("dtype") not in ("bfloat16", "float16"):
             continue
         if str(request.get("weight_dtype", "")).startswith(("fp8:", "fp4:")):
@@ -78,7 +80,8 @@ def fp8_shapes_of(plan: Any) -> Fp8Shapes:
 def tune(plan: IO[str], out: Path) -> None:
     """Measure which kernel multiplies fastest on this GPU: few rows by 16-bit weights, any number of rows by FP8 ones.
 
-    PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about half a minute.
+    PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about half a minute,
+    and one for each shape of a plan with features.batch_invariant.
     Use the result with --set plugins.nvidia_sm100.table=FILE.
     """
     try:
@@ -86,8 +89,9 @@ def tune(plan: IO[str], out: Path) -> None:
     except ValueError as error:
         raise ConfigError(f"PLAN: no JSON: {error}") from error
     shapes, gated = shapes_of(found)
+    fixed, fixed_gated = shapes_of(found, invariant=True)
     fp8_shapes = fp8_shapes_of(found)
-    if not shapes and not fp8_shapes:
+    if not shapes and not fixed and not fp8_shapes:
         raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
     import torch
 
@@ -96,7 +100,7 @@ def tune(plan: IO[str], out: Path) -> None:
     from .tuning import ROWS, Tuner, entries, save
 
     tuner = Tuner()
-    click.echo(f"compiling for {len(shapes) + len(gated) + len(fp8_shapes)} shapes", err=True)
+    click.echo(f"compiling for {sum(map(len, (shapes, gated, fixed, fixed_gated, fp8_shapes)))} shapes", err=True)
     for section, some in (("linear", shapes), ("gated_linear", gated)):
         ends_in_gate = section == "gated_linear"
         tuner.compile(some.values(), gated=ends_in_gate)
@@ -105,9 +109,28 @@ def tune(plan: IO[str], out: Path) -> None:
             save(out, {name: entries(measured)}, section)
             gain = [m["cublas_us"] / m["us"] for m in measured]
             click.echo(f"{section} {name}: {min(gain):.2f} to {max(gain):.2f} times as fast as cuBLAS", err=True)
+    if fixed or fixed_gated:
+        _tune_fixed(fixed, fixed_gated, out)
     if fp8_shapes:
         _tune_fp8(fp8_shapes, out)
     click.echo(f"written to {out}; use: --set plugins.nvidia_sm100.table={out}")
+
+
+def _tune_fixed(shapes: Shapes, gated: Shapes, out: Path) -> None:
+    from .fixed_tuning import FixedTuner
+    from .tuning import ROWS, entries, save
+
+    tuner = FixedTuner()
+    tuner.compile_fixed((shapes | gated).values())
+    tuner.compile(gated.values(), gated=True)
+    for name, shape in (shapes | gated).items():
+        found, splits, times = tuner.best_fixed(shape)
+        save(out, {name: found}, "fixed_linear")
+        spent = ", ".join(f"{rows} rows {us:.1f} us" for rows, us in times.items())
+        click.echo(f"fixed_linear {name}: K in {splits} parts, {spent}", err=True)
+        if name in gated and splits == 1:
+            measured = [tuner.best(shape, rows, True, most_splits=1) for rows in ROWS]
+            save(out, {name: entries(measured)}, "fixed_gated_linear")
 
 
 def _tune_fp8(shapes: Fp8Shapes, out: Path) -> None:

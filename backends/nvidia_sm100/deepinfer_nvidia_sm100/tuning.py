@@ -92,33 +92,49 @@ class Tuner:
     def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS, gated: bool = False) -> None:
         """Compile every candidate in threads of their own; the compiler leaves Python free. ``gated``: products that
         end in a gate, whose weight's shape this is."""
-        shapes, done = list(shapes), set()
-        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-            for shape in shapes:
-                for count in rows:
-                    x, weights, out = self._tensors(shape, count, 1)
-                    for tile in candidates(count):
-                        key = (attrs.astuple(tile)[:3], tile.splits > 1, tile.stages, tile.warps, tile.described)
-                        if (key, shape[2]) not in done and _sensible(tile, shape, self._programs, gated):
-                            done.add((key, shape[2]))
-                            launch(x, weights[0], None, out, tile, self._arrived, gated=gated, compile_only=True)
+        wanted: dict[tuple[Any, ...], tuple[Shape, int, Tile]] = {}
+        for shape in shapes:
+            for count in rows:
+                for tile in candidates(count):
+                    key = (shape[2], attrs.evolve(tile, splits=min(tile.splits, 2)))
+                    if _sensible(tile, shape, self._programs, gated):
+                        wanted.setdefault(key, (shape, count, tile))
+        self.compile_tiles(wanted.values(), gated)
 
-    def best(self, shape: Shape, rows: int, gated: bool = False) -> dict[str, Any]:
-        """``tile`` (None: cuBLAS), its microseconds, and cuBLAS's, with the activation's under ``gated``."""
+    def compile_tiles(self, wanted: Iterable[tuple[Shape, int, Tile]], gated: bool = False) -> None:
+        """Compile a tile for a shape and a number of rows, many at a time."""
+        made: dict[tuple[Shape, int], Any] = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            for shape, rows, tile in wanted:
+                if (shape, rows) not in made:
+                    made = {(shape, rows): self._tensors(shape, rows, 1)}
+                x, weights, out = made[shape, rows]
+                launch(x, weights[0], None, out, tile, self._arrived, gated=gated, compile_only=True)
+
+    def best(self, shape: Shape, rows: int, gated: bool = False, most_splits: int = SPLITS[-1]) -> dict[str, Any]:
+        """``tile`` (None: cuBLAS), its microseconds, and cuBLAS's, with the activation's under ``gated``. Of tiles that
+        cut K, those into at most ``most_splits`` parts."""
         inputs = self._tensors(shape, rows, rotations(2 * shape[0] * shape[1], 8))
         x, weights, out = inputs
-        library = microseconds([_library(x, weight, out.dtype, gated) for weight in weights])
+        cublas = microseconds([library(x, weight, out.dtype, gated) for weight in weights])
         timed: list[tuple[float, Tile]] = []
         for tile in candidates(rows):
-            if not _sensible(tile, shape, self._programs, gated):
-                continue
-            try:
-                timed.append((microseconds([_few(x, w, out, tile, self._arrived, gated) for w in weights]), tile))
-            except (RuntimeError, triton.runtime.errors.OutOfResources):
-                self._arrived.zero_()
+            if tile.splits <= most_splits and _sensible(tile, shape, self._programs, gated):
+                us = self.microseconds(x, weights, out, tile, gated)
+                timed += [] if us is None else [(us, tile)]
         spent, tile = min(timed, key=lambda item: item[0])
-        chosen = tile if spent < MARGIN * library else None
-        return {"rows": rows, "tile": chosen, "us": min(spent, library), "few_rows_us": spent, "cublas_us": library}
+        chosen = tile if spent < MARGIN * cublas else None
+        return {"rows": rows, "tile": chosen, "us": min(spent, cublas), "few_rows_us": spent, "cublas_us": cublas}
+
+    def microseconds(
+        self, x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, tile: Tile, gated: bool = False
+    ) -> float | None:
+        """Of one product by this tile; None if it does not run on this device."""
+        try:
+            return microseconds([_few(x, weight, out, tile, self._arrived, gated) for weight in weights])
+        except (RuntimeError, triton.runtime.errors.OutOfResources):
+            self._arrived.zero_()
+            return None
 
     def _tensors(self, shape: Shape, rows: int, sets: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         out, inner, out_dtype = shape
@@ -127,7 +143,8 @@ class Tuner:
         return x, weights, torch.empty((rows, out), device="cuda", dtype=getattr(torch, out_dtype))
 
 
-def _library(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, gated: bool) -> Callable[[], object]:
+def library(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, gated: bool) -> Callable[[], Any]:
+    """The product by cuBLAS, with the activation behind it under ``gated``."""
     if gated:
         return lambda: activate(torch.nn.functional.linear(x, weight), None)
     return lambda: multiplied(x, weight, None, dtype)
