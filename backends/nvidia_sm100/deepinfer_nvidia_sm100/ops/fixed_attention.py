@@ -20,7 +20,7 @@ import triton.language as tl
 from .attention_kernel import attend_block, finish, in_half, joined, tile_of
 from .dependent import take_turn
 
-READ_AHEAD = tl.constexpr(2)
+READ_AHEAD = tl.constexpr(8)
 
 
 @triton.jit

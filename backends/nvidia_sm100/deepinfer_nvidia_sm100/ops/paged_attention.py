@@ -26,7 +26,7 @@ LEAST_CHUNK = 64
 """Tokens below which another split costs more than it saves."""
 MOST_MERGED = 4
 """Chunks up to which the last program to arrive puts them together; more are left to a launch of their own."""
-MOST_MERGED_FIXED = 16
+MOST_MERGED_FIXED = 32
 """The same under ``batch_invariant``, where this is a bound: most contexts have fewer chunks of FIXED_CHUNK tokens."""
 PROGRAMS_EACH = 3
 """Programs for each multiprocessor that splitting aims at."""
