@@ -66,6 +66,13 @@ def test_the_command_refuses_what_it_cannot_read(tiny: Checkpoint, arguments: li
     assert verify(tiny, *arguments).exit_code == 2
 
 
+def test_a_setting_that_does_not_exist_is_known_before_anything_is_compared(tiny: Checkpoint) -> None:
+    result = verify(tiny, "--vary", "scheduling.nope=1")
+    assert result.exit_code != 0
+    assert "nope" in str(result.exception) + result.output
+    assert "the same bits" not in result.output
+
+
 def test_a_text_needs_a_tokenizer(tiny: Checkpoint) -> None:
     result = CliRunner().invoke(program, ["verify-determinism", "--model", tiny.path])
     assert result.exit_code != 0

@@ -13,7 +13,12 @@ from deepinfer_core.api import CommandHost, InvalidRequestError
 
 from .matrix import Matrix, Probe, Result, scenarios
 
-PROMPT = "The five largest cities of the world, by the number of people who live there today, are"
+PROMPT = (
+    "Today more than half of all people live in towns, and some thirty cities have ten million inhabitants or more, "
+    "most of them in Asia. Counting them is harder than it looks, since suburbs run into each other and every country "
+    "draws its borders in another way. By the number of people who live there, the five largest cities of the world are"
+)
+"""Longer than a block of the cache of the models in reach: a shorter one is never found there."""
 
 
 @click.command()
@@ -71,7 +76,7 @@ def verify_determinism(
 
 def _line(result: Result) -> str:
     if not result.happened:
-        return f"{result.name}: did not come about with this model and memory; nothing is shown"
+        return f"{result.name}: did not come about with this model, prompt and memory; nothing is shown"
     if not result.differing and result.moved is None:
         watched = f", {result.results} operator results" if result.results else ""
         return f"{result.name}: the same bits in {result.runs} runs{watched}"

@@ -79,7 +79,17 @@ def scenarios(prompt_tokens: int, max_tokens: int, *, large: bool, more: Mapping
         """A pool that takes two prompts in and then holds one whole request."""
         return 1 + max(-(-(prompt_tokens + max_tokens) // block), 2 * -(-prompt_tokens // block))
 
+    own = [  # first, so that a setting that does not exist is known at once
+        Scenario(
+            name=name,
+            settings=settings,
+            batches=(1, 4),
+            happened=_any(_drafted) if "speculation.method" in settings else _always,
+        )
+        for name, settings in more.items()
+    ]
     chosen = [
+        *own,
         Scenario(name="in a batch", batches=BATCHES),
         *(
             Scenario(name=f"prefill in chunks of {n}", settings={"scheduling.max_batch_tokens": n}, batches=(1, 3))
@@ -99,15 +109,7 @@ def scenarios(prompt_tokens: int, max_tokens: int, *, large: bool, more: Mapping
     ]
     if large:
         chosen.append(Scenario(name="in a large batch", batches=LARGE_BATCHES))
-    return chosen + [
-        Scenario(
-            name=name,
-            settings=settings,
-            batches=(1, 4),
-            happened=_any(_drafted) if "speculation.method" in settings else _always,
-        )
-        for name, settings in more.items()
-    ]
+    return chosen
 
 
 def _drafted(metrics: Any) -> bool:
