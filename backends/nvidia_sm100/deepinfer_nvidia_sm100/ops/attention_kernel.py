@@ -4,10 +4,9 @@ A program takes a *tile*, some neighbouring rows of one request with the query h
 *chunk* of the context that they see. Keys and values are read where they lie, BLOCK_N tokens at a time, through the
 block table; softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32, by powers of two.
 
-FIXED: a row's bits do not depend on its tile. Chunks begin at multiples of a fixed length and are put together one by
-one, by a kernel of its own or in the program that computed them all; products and sums that the compiler could join in
-more than one way are written as one operation; weights are summed by the matrix unit, whose order is that of the
-tokens, where an ordinary sum goes by how the tile is laid out over threads. What a row does not see adds exact zeros.
+FIXED: prompts whose rows have the bits that :mod:`.fixed_attention` gives to few rows: chunks begin at multiples of a
+fixed length, and the program that computed them puts them together one by one. A loop for each chunk leaves the matrix
+unit's products to overlap, where few rows are better off with one loop for all.
 
 Floor of decode: bytes, 2·KV·D elements for each token of context, read once for all heads that share them. Floor of
 a prompt: operations, 2·H·D multiply-adds for each pair of positions.
@@ -314,8 +313,7 @@ def attention_kernel(
     if WINDOW > 0:
         lowest = start - WINDOW + 1
     blocks = table + request.to(tl.int64) * table_stride
-    TOGETHER: tl.constexpr = FIXED and not SPLIT
-    if TOGETHER:
+    if FIXED:
         whole_acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
         whole_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         whole_total = tl.zeros((BLOCK_M,), tl.float32)
@@ -339,11 +337,11 @@ def attention_kernel(
             softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, SUM_BY_UNIT,
                 PRECISION,
         )  # fmt: skip
-        if SPLIT or TOGETHER:
+        if SPLIT or FIXED:
             safe = tl.where(total > 0.0, total, 1.0)
             part = acc / safe[:, None]
             lse = tl.where(total > 0.0, top + tl.log2(safe), float("-inf"))
-            if TOGETHER:
+            if FIXED:
                 whole_acc, whole_top, whole_total = joined(whole_acc, whole_top, whole_total, part, lse, True)
             else:
                 member_row = (tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member
@@ -358,13 +356,13 @@ def attention_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             for which in tl.static_range(GROUP):
                 base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * GROUP + which) * most_chunks
-                merged, highest, sums = combined(partial, partial_lse, base, chunks, HEAD_DIM, FIXED, 8)
+                merged, highest, sums = combined(partial, partial_lse, base, chunks, HEAD_DIM, False, 8)
                 write_row(
                     merged, highest, sums, out, sinks, first.to(tl.int64), kv_head * GROUP + which,
                     Q_HEADS, HEAD_DIM, SINKS,
                 )  # fmt: skip
             tl.store(counter, 0)
-    if TOGETHER:
+    if FIXED:
         finish(whole_acc, whole_top, whole_total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
 
 

@@ -25,9 +25,7 @@ FIXED_CHUNK = 256
 LEAST_CHUNK = 64
 """Tokens below which another split costs more than it saves."""
 MOST_MERGED = 4
-"""Chunks up to which the last program to arrive puts them together; more are left to a launch of their own."""
-MOST_MERGED_FIXED = 32
-"""The same under ``batch_invariant``, where this is a bound: most contexts have fewer chunks of FIXED_CHUNK tokens."""
+"""Programs of a tile up to which the last to arrive puts chunks together; more are left to a launch of their own."""
 PROGRAMS_EACH = 3
 """Programs for each multiprocessor that splitting aims at."""
 
@@ -44,13 +42,15 @@ class Shape:
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i."""
+    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i. ``prompt``:
+    of tiles with many rows."""
 
     shape: Shape
     tiles: torch.Tensor | None
     count: int
     splits: int
     most_chunks: int
+    prompt: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -136,7 +136,14 @@ class Paged:
         if self._fixed and window is not None:
             most += 1  # a window may begin within a chunk
         splits = max(1, min(wanted, most)) if split else 1
-        return Launch(shape=shape, tiles=tiles, count=count, splits=splits, most_chunks=most if self._fixed else splits)
+        return Launch(
+            shape=shape,
+            tiles=tiles,
+            count=count,
+            splits=splits,
+            most_chunks=most if self._fixed else splits,
+            prompt=not split,
+        )
 
     def _run(
         self,
@@ -153,7 +160,7 @@ class Paged:
             tokens = 1
         split = launch.splits > 1
         merge = split and launch.tiles is None and launch.count * request.kv_heads <= len(self._arrived)
-        merge = merge and launch.most_chunks <= (MOST_MERGED_FIXED if self._fixed else MOST_MERGED)
+        merge = merge and launch.splits <= MOST_MERGED
         partial = lse = out
         if split:
             members = launch.count * request.kv_heads * tokens * self._group
@@ -193,7 +200,7 @@ class Paged:
             request.softcap or 0.0,
         )  # fmt: skip
         grid = (launch.count, request.kv_heads, launch.splits)
-        if self._fixed:
+        if self._fixed and (not launch.prompt or request.dtype == "float32"):
             plain = {key: value for key, value in common.items() if key not in ("chunk", "FIXED")}
             fixed_attention_kernel[grid](
                 *given, CHUNK=FIXED_CHUNK, GROUP_BLOCK=power_of_two(self._group), **plain, **more
