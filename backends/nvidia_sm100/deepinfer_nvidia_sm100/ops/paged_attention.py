@@ -42,8 +42,8 @@ class Shape:
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i. ``prompt``:
-    of tiles with many rows."""
+    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i.
+    ``prompt``: of tiles with many rows."""
 
     shape: Shape
     tiles: torch.Tensor | None
