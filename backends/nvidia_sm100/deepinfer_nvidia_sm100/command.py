@@ -100,7 +100,8 @@ def tune(plan: IO[str], out: Path) -> None:
     from .tuning import ROWS, Tuner, entries, save
 
     tuner = Tuner()
-    click.echo(f"compiling for {sum(map(len, (shapes, gated, fixed, fixed_gated, fp8_shapes)))} shapes", err=True)
+    count = len(shapes) + len(gated) + len(fixed) + len(fixed_gated) + len(fp8_shapes)
+    click.echo(f"compiling for {count} shapes", err=True)
     for section, some in (("linear", shapes), ("gated_linear", gated)):
         ends_in_gate = section == "gated_linear"
         tuner.compile(some.values(), gated=ends_in_gate)

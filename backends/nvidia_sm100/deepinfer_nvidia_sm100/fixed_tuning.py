@@ -15,25 +15,26 @@ import torch
 
 from .measure import microseconds, rotations
 from .ops.few_rows import Tile, launch
-from .ops.fixed_linear import EACH, FEW, part_length
-from .tables import joined, numbers_of
+from .ops.fixed_linear import EACH, part_length
+from .ops.linear import FEW
+from .tables import joined, numbers_of, tile_of
 from .tuning import SHARED_BYTES, Shape, Tuner, candidates, library
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, EACH)
 """Numbers of rows that are measured; one between two takes the tile of the larger."""
 SPLITS = (1, 2, 3, 4, 8)
-WIDE = (
-    (64, 64, 128, 6, 4, False),
-    (64, 128, 128, 4, 4, False),
-    (64, 128, 128, 4, 4, True),
-    (64, 128, 64, 4, 4, True),
-    (128, 128, 64, 4, 4, True),
-    (128, 128, 64, 4, 8, True),
-    (128, 128, 128, 3, 8, True),
-    (64, 256, 64, 4, 8, True),
-    (128, 256, 64, 3, 8, True),
+WIDE: tuple[list[Any], ...] = (
+    [64, 64, 128, 1, 6, 4],
+    [64, 128, 128, 1, 4, 4],
+    [64, 128, 128, 1, 4, 4, True],
+    [64, 128, 64, 1, 4, 4, True],
+    [128, 128, 64, 1, 4, 4, True],
+    [128, 128, 64, 1, 4, 8, True],
+    [128, 128, 128, 1, 3, 8, True],
+    [64, 256, 64, 1, 4, 8, True],
+    [128, 256, 64, 1, 3, 8, True],
 )
-"""Of more than :data:`FEW` rows: columns, rows and step of a block, stages, warps, whether by tensor descriptors."""
+"""Tiles of more than :data:`FEW` rows, as a table has them."""
 
 
 def tiles(rows: int, splits: int, inner: int) -> Iterator[Tile]:
@@ -41,8 +42,7 @@ def tiles(rows: int, splits: int, inner: int) -> Iterator[Tile]:
     if rows <= FEW:
         made: Iterable[Tile] = (tile for tile in candidates(rows) if tile.splits == 1)
     else:
-        names = ("block_n", "block_m", "block_k", "stages", "warps", "described")
-        made = (Tile(**dict(zip(names, numbers, strict=True)), splits=1) for numbers in WIDE)
+        made = map(tile_of, WIDE)
     for tile in made:
         fits = tile.shared_bytes <= SHARED_BYTES and (rows <= FEW or tile.block_m <= max(128, rows))
         alike = splits == 1 or part_length(inner, splits, tile.block_k) == part_length(inner, splits)
