@@ -36,7 +36,10 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Optimiser:
-    """Both, over a dict of float32 leaf tensors. Nothing of it is saved: a later piece starts with empty moments."""
+    """Both, over a dict of float32 leaf tensors. Nothing of it is saved: a later piece starts with empty moments.
+
+    What changes from step to step is in tensors, so that :meth:`update` may be captured in a CUDA graph.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], groups: int, matrix_rate: float, rate: float) -> None:
         """``groups``: the ``o_groups`` that ``wo_a`` is made of."""
@@ -52,35 +55,47 @@ class Optimiser:
         plain = [t for n, t in learned.items() if not is_matrix(n) and not n.startswith(("embed", "head"))]
         ends = [t for n, t in learned.items() if n.startswith(("embed", "head.weight"))]
         self._rates = (rate, 2 * rate)
+        first = next(iter(learned.values()))
+        self._share = torch.zeros((), device=first.device)
         self._adam = torch.optim.AdamW(
-            [{"params": plain, "lr": rate}, {"params": ends, "lr": 2 * rate}],
+            [{"params": tensors, "lr": torch.zeros((), device=first.device)} for tensors in (plain, ends)],
             betas=(0.9, 0.95),
             weight_decay=0.0,
-            fused=next(iter(learned.values())).is_cuda,
+            fused=first.is_cuda,
+            capturable=first.is_cuda,
         )
         self._plain = plain + ends
 
     def step(self, share: float) -> None:
         """One update at ``share`` of the full learning rates; gradients are dropped."""
-        torch.nn.utils.clip_grad_norm_(self._plain, 1.0)
+        self.aim(share)
+        self.update()
+
+    def aim(self, share: float) -> None:
+        """Of the full learning rates, from the next update on."""
+        self._share.fill_(share)
         for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
-            group["lr"] = rate * share
+            group["lr"].fill_(rate * share)
+
+    def update(self) -> None:
+        """One update; gradients are dropped."""
+        torch.nn.utils.clip_grad_norm_(self._plain, 1.0)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         with torch.no_grad():
             for key, tensors in self._stacks.items():
-                self._muon(key, tensors, share)
+                self._muon(key, tensors)
 
-    def _muon(self, key: tuple[int, ...], tensors: list[torch.Tensor], share: float) -> None:
+    def _muon(self, key: tuple[int, ...], tensors: list[torch.Tensor]) -> None:
         rows, columns, _ = key
         momentum = self._momentum[key]
         grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in tensors]
         torch._foreach_lerp_(momentum, grads, 1 - MOMENTUM)
         ahead = torch._foreach_lerp(grads, momentum, MOMENTUM)
         update = orthogonal(torch.stack([g.view(-1, rows, columns) for g in ahead]))
-        rate = self._matrix_rate * share
+        rate = self._matrix_rate * self._share
         torch._foreach_mul_(tensors, 1 - rate * DECAY)
-        scale = -rate * math.sqrt(max(1.0, rows / columns))
-        torch._foreach_add_(tensors, [u.float().view_as(t) for u, t in zip(update, tensors, strict=True)], alpha=scale)
+        update = update.float() * (rate * math.sqrt(max(1.0, rows / columns)))
+        torch._foreach_sub_(tensors, [u.view_as(t) for u, t in zip(update, tensors, strict=True)])
         for tensor in tensors:
             tensor.grad = None

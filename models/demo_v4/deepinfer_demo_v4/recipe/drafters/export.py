@@ -38,20 +38,28 @@ def write(module: Trained, config: Mapping[str, Any], taps: list[int], out: Path
 
 
 def export(
-    modules: Mapping[str, Trained], config: Mapping[str, Any], step: int, o: argparse.Namespace
+    modules: Mapping[str, Trained],
+    config: Mapping[str, Any],
+    step: int,
+    o: argparse.Namespace,
+    course: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Write all, evaluate all; what was found."""
+    """Write all, evaluate all; what was found. ``course``: tokens a round by step, to which this adds."""
     taps = list(map(int, o.taps.split(",")))
     for name, module in modules.items():
         write(module, config, taps, o.out / f"demo-v4-{name}")
     results = {name: module.evaluate() for name, module in modules.items()}
+    course.append({"step": step} | {name: [r[t]["tokens_a_round"] for t in r] for name, r in results.items()})
+    earlier = json.loads((o.resume / "evaluation.json").read_text(encoding="utf-8")) if o.resume else {}
     summary = {
         "steps": step,
+        "steps_before": earlier.get("steps", 0) + earlier.get("steps_before", 0),
         "texts": o.texts,
         "length": o.length,
         "gamma": o.gamma,
         "blocks_a_step": o.batch * o.anchors,
         "results": results,
+        "course": course,
     }
     (o.out / "evaluation.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary

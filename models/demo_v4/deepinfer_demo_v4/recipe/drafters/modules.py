@@ -32,14 +32,14 @@ class Kind:
 
     @classmethod
     def of(cls, name: str, rank: int) -> Kind:
-        """``dspark``, ``dflash-2``, ``mtp``: a family and how many stages, one when not said.
+        """``dspark``, ``dflash-3``, ``mtp``: a family and how many stages, one when not said.
 
         Raises:
             ValueError: no such module.
         """
         family, _, stages = name.partition("-")
         if family not in ("dspark", "dflash", "mtp") or (family == "mtp" and stages):
-            raise ValueError(f"module {name!r}: expected dspark, dflash (either with -2 for two stages), or mtp")
+            raise ValueError(f"module {name!r}: expected dspark, dflash (either with -3 for three stages), or mtp")
         return cls(family, int(stages or 1), rank if family == "dspark" else 0)
 
 
@@ -117,16 +117,18 @@ def block_attention(
     before = anchors[:, None] - shape.window + torch.arange(shape.window, device=x.device)
     t = main.shape[1]
     cached = rms(linear(main, w["attn.wkv.weight"]), w["attn.kv_norm.weight"], shape.eps)
-    cached = turn(cached, table[0][:t], table[1][:t]).flatten(0, 1)
-    cached = cached[rows[:, None] * t + before.clamp(min=0)]
+    # Gathered in float32: the gradient of a gather adds up atomically, which bfloat16 does slowly and coarsely.
+    cached = turn(cached, table[0][:t], table[1][:t]).float().flatten(0, 1)
+    cached = cached[rows[:, None] * t + before.clamp(min=0)].to(x.dtype)
     cos, sin = table[0][own], table[1][own]
     fresh = turn(rms(linear(x, w["attn.wkv.weight"]), w["attn.kv_norm.weight"], shape.eps), cos, sin)
-    kv = torch.cat((cached, fresh), 1)
+    odd = -(shape.window + k) % 8  # products of other sizes are slow on an accelerator
+    kv = functional.pad(torch.cat((cached, fresh), 1), (0, 0, 0, odd))
     low = rms(linear(x, w["attn.wq_a.weight"]), w["attn.q_norm.weight"], shape.eps)
     query = linear(low, w["attn.wq_b.weight"]).view(n, k, shape.heads, shape.head_dim)
     query = turn(rms(query, None, shape.eps), cos[:, :, None], sin[:, :, None])
     scores = (query.flatten(1, 2) @ kv.mT).float().view(n, k, shape.heads, -1) * shape.head_dim**-0.5
-    hidden = functional.pad(before < 0, (0, k))
+    hidden = functional.pad(functional.pad(before < 0, (0, k)), (0, odd), value=True)
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     sink = w["attn.attn_sink"].view(1, 1, -1, 1).expand(n, k, -1, 1)
     weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1].to(x.dtype)
@@ -186,6 +188,12 @@ def block_rows(
     return found
 
 
+def joined(token: torch.Tensor, streams: torch.Tensor, w: Weights, shape: Shape) -> torch.Tensor:
+    """Embeddings ``[S, T, D]`` of the next tokens and streams ``[S, T, M, D]`` -> streams that enter the block."""
+    token = linear(rms(token.to(streams.dtype), w["enorm"], shape.eps), w["e_proj"])
+    return linear(rms(streams, w["hnorm"], shape.eps), w["h_proj"]) + token[:, :, None]
+
+
 def mtp_rows(
     w: Weights,
     embedding: torch.Tensor,
@@ -200,9 +208,8 @@ def mtp_rows(
     ``ids [S, T]`` are those next tokens, ``streams [S, T, M, D]``.
     """
     first = stage_prefix(0)
-    token = rms(functional.embedding(ids, embedding).to(streams.dtype), w[first + "enorm.weight"], shape.eps)
-    x = linear(rms(streams, w[first + "hnorm.weight"], shape.eps), w[first + "h_proj.weight"])
-    x = x + linear(token, w[first + "e_proj.weight"])[:, :, None]
+    own = {name: w[f"{first}{name}.weight"] for name in ("enorm", "hnorm", "e_proj", "h_proj")}
+    x = run["joined"](functional.embedding(ids, embedding), streams, own, shape)
     cut = (table[0][: ids.shape[1]], table[1][: ids.shape[1]])
     x = run["block"](x, ids, stage_weights(w, 0), cut, shape, "window", Selection())[0]
     head = {n.removeprefix(first): t for n, t in w.items() if n.startswith(first + "hc_head_")}
@@ -210,5 +217,11 @@ def mtp_rows(
     return found
 
 
-PROGRAMS: Mapping[str, Callable[..., Any]] = {"inject": injected, "stage": stage, "summed": summed, "block": block}
+PROGRAMS: Mapping[str, Callable[..., Any]] = {
+    "inject": injected,
+    "stage": stage,
+    "summed": summed,
+    "joined": joined,
+    "block": block,
+}
 """The parts that are worth compiling, as they are."""

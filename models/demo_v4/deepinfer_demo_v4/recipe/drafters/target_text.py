@@ -40,6 +40,14 @@ class Text:
         return Text(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @classmethod
+    def noise(cls, count: int, length: int, taps: int, shape: Shape, dtype: torch.dtype, device: Any) -> Text:
+        """Of the right sizes, for a rehearsal."""
+        ids = torch.randint(shape.vocab, (count, length), device=device)
+        sizes = ((taps * shape.hidden,), (shape.streams, shape.hidden), (shape.hidden,))
+        parts = (torch.randn(count, length, *size, dtype=dtype, device=device) for size in sizes)
+        return cls(ids, temperatures(count, device), *parts)
+
+    @classmethod
     def room(cls, like: Text, count: int) -> Text:
         """Uninitialised, for ``count`` sequences."""
         return cls(*(t.new_empty(count, *t.shape[1:]) for t in (getattr(like, f.name) for f in fields(like))))
@@ -107,8 +115,9 @@ class LayerCache:
 
 
 def temperatures(count: int, device: Any) -> torch.Tensor:
-    """``[count]``: half at 1, a quarter at 0.5, a quarter greedy, in turns."""
-    return torch.tensor([1.0, 1.0, 0.5, GREEDY], device=device).repeat(-(-count // 4))[:count]
+    """``[count]``: in turns of eight, four at 1, three greedy, and one at 0.5."""
+    turn = torch.tensor([1.0, GREEDY, 1.0, GREEDY, 1.0, 0.5, 1.0, GREEDY], device=device)
+    return turn.repeat(-(-count // len(turn)))[:count]
 
 
 @torch.no_grad()

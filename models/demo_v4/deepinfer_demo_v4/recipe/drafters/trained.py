@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepinfer_demo_v4.recipe import checkpoint
 from deepinfer_demo_v4.recipe.layers import Weights
 from deepinfer_demo_v4.recipe.optimiser import Optimiser
 from deepinfer_demo_v4.recipe.rotary import Angles, angles
@@ -18,6 +20,8 @@ from .losses import markov_loss, plain_loss, position_weights
 from .modules import PROGRAMS, Blocks, Kind, block_rows, initial, mtp_rows, stage_prefix
 from .target_text import Text
 
+FIRST_JUDGED = 64
+"""The first anchor of an evaluation: where prompts of the usual length end."""
 LOSSES: Mapping[str, Callable[..., Any]] = {"markov": markov_loss, "plain": plain_loss}
 
 
@@ -47,16 +51,33 @@ class Data:
     def of(cls, train: Text, held: Text, target: Weights, shape: Shape, o: argparse.Namespace) -> Data:
         table = angles(shape, "window", o.length + o.gamma, train.ids.device)
         ends = target["embed.weight"], target["head.weight"]
-        return cls(train, held, *ends, table, 32, o.gamma, o.batch, o.anchors)
+        return cls(train, held, *ends, table, o.first, o.gamma, o.batch, o.anchors)
 
-    def draw(self, generator: torch.Generator) -> Draw:
-        device, length = self.train.ids.device, self.train.ids.shape[1]
-        chosen = torch.randint(len(self.train.ids), (self.batch,), generator=generator, device=device)
-        rows = torch.arange(self.batch, device=device).repeat_interleave(self.anchors)
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for a step's sequences ``[batch]`` and anchors ``[batch * anchors]``, int64, zero."""
+        make, device = torch.zeros, self.train.ids.device
+        chosen = make(self.batch, dtype=torch.int64, device=device)
+        return chosen, make(self.batch * self.anchors, dtype=torch.int64, device=device) + self.first
+
+    def choose(self, places: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> None:
+        """Draw a step's sequences and anchors anew, in place."""
+        chosen, anchors = places
+        chosen.random_(0, len(self.train.ids), generator=generator)
         # The target was not asked about the last position.
-        last = length - 1 - self.gamma
-        anchors = torch.randint(self.first, last + 1, (len(rows),), generator=generator, device=device)
-        return Draw(self.train.rows(chosen), Blocks(rows, anchors))
+        anchors.random_(self.first, self.train.ids.shape[1] - self.gamma, generator=generator)
+
+    def drawn(self, places: tuple[torch.Tensor, torch.Tensor]) -> Draw:
+        """The texts at those places; streams of as many sequences as the next-token module reads."""
+        chosen, anchors = places
+        t = self.train
+        streams = t.streams[chosen[: self.whole(len(anchors), t.ids.shape[1])]]
+        text = Text(t.ids[chosen], t.temperature[chosen], t.features[chosen], streams, t.hidden[chosen])
+        rows = torch.arange(len(anchors), device=t.ids.device) // self.anchors
+        return Draw(text, Blocks(rows, anchors))
+
+    def whole(self, blocks: int, length: int) -> int:
+        """Sequences that have as many tokens to predict as so many blocks."""
+        return max(1, round(blocks * self.gamma / (length - 2 - self.first)))
 
 
 @dataclass
@@ -111,17 +132,18 @@ class Trained:
 
     def _next_tokens(self, drawn: Draw, run: Mapping[str, Callable[..., Any]]) -> tuple[torch.Tensor, ...]:
         data, length, first = self.data, drawn.text.ids.shape[1] - 2, self.data.first
-        # As many predicted tokens as the blocks have.
-        count = max(1, round(len(drawn.blocks.anchors) * data.gamma / (length - first)))
-        text = drawn.text.rows(slice(count))
-        y = mtp_rows(self.learned, data.embedding, text.ids[:, 1:-1], text.streams[:, :-2], self.shape, data.table, run)
+        streams = drawn.text.streams[: data.whole(len(drawn.blocks.anchors), length + 2), :-2]
+        ids, hidden, temperature = (
+            t[: len(streams)] for t in (drawn.text.ids, drawn.text.hidden, drawn.text.temperature)
+        )
+        y = mtp_rows(self.learned, data.embedding, ids[:, 1:-1], streams, self.shape, data.table, run)
         found: tuple[torch.Tensor, ...] = run["plain"](
             y[:, first:],
             self.learned[stage_prefix(0) + "norm.weight"],
             data.head,
-            text.hidden[:, 1 + first : -1],
-            text.ids[:, 2 + first :],
-            text.temperature,
+            hidden[:, 1 + first : -1],
+            ids[:, 2 + first :],
+            temperature,
             torch.ones((), device=y.device),
             self.shape.eps,
         )
@@ -136,7 +158,7 @@ class Trained:
         for part in range(0, len(held.ids), self.data.batch):
             text = held.rows(slice(part, part + self.data.batch))
             rows = torch.arange(len(text.ids), device=device).repeat_interleave(self.data.anchors)
-            places = torch.linspace(2 * self.data.first, last, self.data.anchors, device=device).long()
+            places = torch.linspace(FIRST_JUDGED, last, self.data.anchors, device=device).long()
             found = self.judged(Draw(text, Blocks(rows, places.repeat(len(text.ids)))), {**PROGRAMS, **LOSSES})
             overlaps.append(found[1])
             hits.append(found[2])
@@ -167,11 +189,22 @@ def leaves(weights: Weights, device: torch.device) -> Weights:
 
 
 def start(
-    kind: Kind, target: Weights, data: Data, shape: Shape, run: Mapping[str, Callable[..., Any]], o: argparse.Namespace
+    kind: Kind,
+    target: Weights,
+    data: Data,
+    shape: Shape,
+    run: Mapping[str, Callable[..., Any]],
+    o: argparse.Namespace,
+    trained: Path | None = None,
 ) -> Trained:
-    """A module before its first step."""
+    """A module before its first step: from the target's last layers, or a directory that ``export`` wrote."""
     taps = tuple(map(int, o.taps.split(",")))
     first = initial(kind, {n: t.cpu() for n, t in target.items()}, shape, taps, o.seed)
+    if trained is not None:
+        stored = checkpoint.load(trained)
+        if {n: t.shape for n, t in stored.items()} != {n: t.shape for n, t in first.items()}:
+            raise ValueError(f"{trained}: not a {kind.family} of {kind.stages} stages and rank {kind.rank}")
+        first = stored
     learned = leaves(first, data.train.ids.device)
     optimiser = Optimiser(learned, shape.o_groups, o.matrix_rate, o.rate)
     return Trained(kind, learned, data, replace(shape, sinkhorn=o.sinkhorn), run, optimiser)
