@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="directory of an earlier --out with the same modules")
-    parser.add_argument("--modules", default="dspark-3,dflash-3,mtp,dspark-2")
+    parser.add_argument("--modules", default="dspark-3,dflash-3,mtp")
     parser.add_argument("--until", type=float, default=520.0, help="seconds from the start of the program")
     parser.add_argument("--texts", type=int, default=73728, help="sequences of the target's to train on")
     parser.add_argument("--held-out", type=int, default=1024, help="sequences to evaluate on")
