@@ -1,7 +1,7 @@
 """Speculation on the demo model of the DeepSeek-V4 architecture: accepted length, speed, and calibration.
 
     python benchmarks/speculation.py [--quick] [--json] [--plot DIR] [--only length,speed,calibration]
-        [--concurrency 1,4,16,64] [--accelerator cpu]
+        [--concurrency 1,4,16,64] [--depths 5,7] [--drafters NAMES] [--ways NAMES] [--log FILE] [--accelerator cpu]
 
 Prompts are of three kinds, from standard-library files that took no part in training: code, prose (docstrings), and
 JSON (what the files define, as records). Drafters: DSpark, the same without heads (DFlash), the MTP block applied again
@@ -18,6 +18,7 @@ and again, and n-grams; ``mtp-1`` is the MTP block applied once.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -57,8 +58,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", default="1,4,16,64")
     parser.add_argument("--calibration-prompts", type=int, default=64, help="of each kind; 64 give about 8,000 drafts")
+    parser.add_argument("--depths", default="5,7", help="drafts of the accepted lengths")
+    parser.add_argument("--drafters", default=",".join((*DRAFTERS, "mtp-1")), help="whose accepted lengths")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), help="to decode, of the speed; the first two are compared with"
+    )
+    parser.add_argument(
+        "--log", type=Path, help="file that gets each row as it is measured, a JSON object in each line"
+    )
     parser.add_argument("--accelerator", default="cpu")
     return parser.parse_args()
+
+
+def note(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Show a row, and write it down, at once: a run that is cut short has measured something."""
+    text = json.dumps(row)
+    print(text, flush=True)
+    if options.log is not None:
+        with options.log.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 # ---- engines
@@ -103,12 +121,14 @@ def params(temperature: float, tokens: int, count: int, seeded: bool) -> list[Sa
 
 # ---- accepted length
 
-LENGTHS: tuple[tuple[str, str, int], ...] = (
-    *((name, name, depth) for depth in (5, 7) for name in DRAFTERS),
-    ("mtp-1", "mtp", 1),
-)
-"""Name, drafter, drafts."""
 COMPARED = (("dspark", "dflash"), ("dspark", "mtp"), ("dflash", "mtp"))
+
+
+def measured(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Name, drafter, drafts."""
+    wanted = options.drafters.split(",")
+    found = [(name, name, int(d)) for d in options.depths.split(",") for name in DRAFTERS if name in wanted]
+    return [*found, ("mtp-1", "mtp", 1)] if "mtp-1" in wanted else found
 
 
 def lengths(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,7 +136,7 @@ def lengths(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     by_prompt: dict[tuple[Any, ...], list[float]] = {}
     texts = {kind: prompts(kind, options.prompts) for kind in KINDS}
-    for name, drafter, depth in LENGTHS:
+    for name, drafter, depth in measured(options):
         with open_llm(drafter, depth, accelerator=options.accelerator) as llm:
             verdicts = heard(llm)
             for temperature in (0.0, 1.0):
@@ -139,10 +159,13 @@ def lengths(options: argparse.Namespace) -> dict[str, Any]:
                             "rounds": len(whole),
                         }
                     )
+                    note(options, rows[-1])
     columns = ("drafter", "drafts", "temperature", "kind", "tokens_a_round", "rounds")
     print("tokens a round")
     print_table(columns, [[row[c] for c in columns] for row in rows])
-    cases = [(pair, depth, temperature) for pair in COMPARED for depth in (5, 7) for temperature in (0.0, 1.0)]
+    depths = [int(d) for d in options.depths.split(",")]
+    pairs = [pair for pair in COMPARED if set(pair) <= set(options.drafters.split(","))]
+    cases = [(pair, depth, temperature) for pair in pairs for depth in depths for temperature in (0.0, 1.0)]
     compared = [_compare(by_prompt, *case) for case in cases]
     print("ratios, mean over prompts with a 95 % interval")
     columns = ("of", "over", "drafts", "temperature", "ratio", "low", "high")
@@ -189,7 +212,8 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     texts = [text for kind in KINDS for text in prompts(kind, options.prompts)]
     random.Random(1).shuffle(texts)
     rows = []
-    engines = {way: open_llm(d, n, accelerator=options.accelerator, **more) for way, (d, n, more) in WAYS.items()}
+    ways = {way: WAYS[way] for way in options.ways.split(",")}
+    engines = {way: open_llm(d, n, accelerator=options.accelerator, **more) for way, (d, n, more) in ways.items()}
     try:
         for concurrency in map(int, options.concurrency.split(",")):
             repeated = texts * -(-concurrency // len(texts))
@@ -212,7 +236,10 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
                         steps = planner.steps - before[1]
                         verified = planner.drafting.verified_budget - before[0]
                         budgets[way].append(verified / max(steps, 1) / concurrency)
-            rows += _speed_rows(concurrency, times, budgets, options.tokens)
+            found = _speed_rows(concurrency, times, budgets, options.tokens)
+            for row in found:
+                note(options, row)
+            rows += found
     finally:
         for llm in engines.values():
             llm.close()
@@ -240,7 +267,7 @@ def _speed_rows(
                 "over_none": round(plain / middle, 3),
                 "low": round(min(ratios), 3),
                 "high": round(max(ratios), 3),
-                "over_mtp_1": round(statistics.median(times["mtp-1"]) / middle, 3),
+                "over_mtp_1": round(statistics.median(times["mtp-1"]) / middle, 3) if "mtp-1" in times else None,
                 "budget": round(statistics.mean(budgets[way] or [0.0]), 2),
             }
         )
