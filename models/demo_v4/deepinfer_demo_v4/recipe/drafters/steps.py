@@ -29,7 +29,7 @@ class Steps:
         if not capture:
             self._warm_up(say, 1)
             return
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._warm_up(say, WARM_UP)
