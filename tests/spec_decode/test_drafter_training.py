@@ -72,7 +72,8 @@ def test_a_step_moves_every_module_and_a_share_of_zero_none(target: tuple[Weight
     for name, module in modules.items():
         still = {n for n, t in module.learned.items() if torch.equal(t, before[name][n])}
         assert all("gate.bias" in n for n in still), still
-        assert torch.isfinite(steps.losses[name]) and float(steps.losses[name]) > 0
+        assert torch.isfinite(steps.losses[name])
+        assert float(steps.losses[name]) > 0
 
 
 def test_each_module_predicts_about_as_many_tokens(target: tuple[Weights, Shape]) -> None:
@@ -90,7 +91,8 @@ def test_anchors_leave_room_for_their_block(target: tuple[Weights, Shape]) -> No
     data = opened(target, o)["mtp"].data
     places = data.places()
     data.choose(places, torch.Generator().manual_seed(2))
-    assert int(places[0].max()) < 5 and int(places[1].min()) == o.first
+    assert int(places[0].max()) < 5
+    assert int(places[1].min()) == o.first
     assert int(places[1].max()) == o.length - 1 - o.gamma  # the last position is the target's unasked one
     drawn = data.drawn(places)
     assert torch.equal(drawn.text.ids[drawn.blocks.rows[70]], data.train.ids[places[0][1]])
@@ -113,6 +115,6 @@ def test_a_run_goes_on_from_its_files(target: tuple[Weights, Shape], tmp_path: P
     assert (later["steps"], later["steps_before"]) == (4, 7)
     assert [sorted(row) for row in later["course"]] == [sorted(("step", *NAMES))]
     weights, shape = target
+    kind, data = Kind.of("dflash-2", 16), modules["mtp"].data
     with pytest.raises(ValueError, match="not a dflash of 2 stages"):
-        kind, data = Kind.of("dflash-2", 16), modules["mtp"].data
         start(kind, weights, data, shape, RUN, o, tmp_path / "demo-v4-dflash")
