@@ -232,6 +232,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
                     for batch in batches:
                         llm.generate(batch, wanted)
                     times[way].append((time.perf_counter() - started) / len(batches))
+                    note(options, {"way": way, "concurrency": concurrency, "seconds": round(times[way][-1], 3)})
                     if planner.drafting:
                         steps = planner.steps - before[1]
                         verified = planner.drafting.verified_budget - before[0]

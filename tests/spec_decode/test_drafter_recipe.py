@@ -84,15 +84,15 @@ def test_modules_draft_as_the_engine_does(target: tuple[Weights, Shape]) -> None
     anchors = torch.tensor([anchor for anchor, _ in made])
     blocks = Blocks(torch.zeros_like(anchors), anchors)
     table, gamma = angles(shape, "window", ids.shape[1] + 8, ids.device), config["dspark_block_size"]
-    kind, newest = Kind.of("dspark-2", config["dspark_markov_rank"]), ids[0, anchors]
+    kind, newest = Kind.of("dspark-3", config["dspark_markov_rank"]), ids[0, anchors]
     ends = weights["embed.weight"], weights["head.weight"]
     with torch.no_grad():
         y = block_rows(kind, w, ends[0], newest, text.features, blocks, gamma, shape, table, PROGRAMS)
-        base = linear(rms(y, w["mtp.1.norm.weight"], shape.eps), ends[1])
+        base = linear(rms(y, w["mtp.2.norm.weight"], shape.eps), ends[1])
         previous, drafts = newest, []
         for j in range(5):
-            tie = w["mtp.1.markov_head.markov_w1.weight"][previous]
-            previous = (base[:, j] + linear(tie, w["mtp.1.markov_head.markov_w2.weight"])).argmax(-1)
+            tie = w["mtp.2.markov_head.markov_w1.weight"][previous]
+            previous = (base[:, j] + linear(tie, w["mtp.2.markov_head.markov_w2.weight"])).argmax(-1)
             drafts.append(previous)
     same = sum(row.tolist() == tokens for row, (_, tokens) in zip(torch.stack(drafts, 1), made, strict=True))
     assert len(made) > 5
