@@ -1,6 +1,7 @@
 """``fused.attention_inputs`` in float32: queries and keys are normed and turned together, then the cache is written.
 
-For few rows an operation costs its call and not its arithmetic, so half as many operations on twice the heads win.
+For few rows an operation costs its call and not its arithmetic, so half as many operations on twice the heads win, and
+what all layers share is made once a step.
 """
 
 from __future__ import annotations
@@ -18,15 +19,40 @@ from deepinfer_core.api import (
 )
 
 from . import attention, transposed_keys
-from .pointwise import RmsNorm, Rope
+from .pointwise import Rope
+
+
+@attrs.frozen(eq=False)
+class Room:
+    """For a layer's normed heads, used anew in each layer.
+
+    Attributes:
+        normed: ``[T, q_heads + kv_heads, head_dim]``. Behind every head its first half is repeated, so that
+            ``swapped``, which begins at the second half, is the same head with the channels of each pair exchanged.
+        first, repeated: that half, and where its copy goes.
+    """
+
+    normed: torch.Tensor
+    first: torch.Tensor
+    repeated: torch.Tensor
+    swapped: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: int, heads: int, size: int) -> Room:
+        half = size // 2
+        with torch.inference_mode(False):  # it outlives the step that asks for it
+            memory = torch.empty(rows, heads, size + half)
+        return cls(memory[..., :size], memory[..., :half], memory[..., size:], memory[..., half:])
 
 
 @attrs.frozen(eq=False)
 class Plan:
-    """The step's layout, and what turns its rows."""
+    """The step's layout, and ``[T, 1, head_dim]`` each: cos, and sin with the sign of a pair's first channel."""
 
     layout: StepLayout
-    turns: Any
+    cos: torch.Tensor
+    sin: torch.Tensor
+    room: Room
 
 
 class AttentionInputs:
@@ -37,14 +63,21 @@ class AttentionInputs:
         self._heads = (r.q_heads, r.kv_heads)
         self._rows = (-1, r.q_heads + 2 * r.kv_heads, r.head_dim)
         self._rope = Rope(r.rope, context)
-        self._norm = None if r.head_norm is None else RmsNorm(r.head_norm, context)
+        self._root = r.head_dim**0.5
+        eps = r.norm_eps
+        self._least = None if eps is None else torch.tensor((r.head_dim * eps) ** 0.5, dtype=torch.float32)
         transposed = f"kv_layout:{transposed_keys.LAYOUT}" in r.demands
         self._write: Any = (transposed_keys if transposed else attention).WriteKV(r.write_kv, context)
+        self._room: Room | None = None
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, layout: StepLayout) -> Plan:
-        """cos and signed sin of every row."""
-        return Plan(layout, self._rope.plan(layout.positions))
+        """cos and signed sin of every row, and room."""
+        cos, sin = self._rope.plan(layout.positions)
+        rows = len(layout.positions)
+        if self._room is None or rows != len(self._room.normed):
+            self._room = Room.of(rows, sum(self._heads), self._rows[2])
+        return Plan(layout, cos, sin, self._room)
 
     def run(
         self,
@@ -56,21 +89,26 @@ class AttentionInputs:
     ) -> torch.Tensor:
         """``qkv [T, (q_heads + 2 * kv_heads) * head_dim]`` -> queries ``[T, q_heads, head_dim]``."""
         queries, keys = self._heads
-        rows = qkv.view(self._rows)
-        heads = rows[:, : queries + keys]
-        if self._norm is not None:
+        rows, room = qkv.view(self._rows), plan.room
+        heads = rows.narrow(1, 0, queries + keys)
+        if self._least is None:
+            room.normed.copy_(heads)
+        else:
             assert q_norm is not None
             assert k_norm is not None
-            heads = self._norm.run(heads, self._stacked(q_norm, k_norm))
-        heads = self._rope.run(heads, plan.turns)
-        self._write.run(heads[:, queries:], rows[:, queries + keys :], cache, plan.layout)
-        return heads[:, :queries]
+            length = torch.linalg.vector_norm(heads, 2, -1, True).hypot_(self._least)
+            torch.div(heads, length, out=room.normed).mul_(self._stacked(q_norm, k_norm))
+        room.repeated.copy_(room.first)
+        turned = torch.mul(room.normed, plan.cos).addcmul_(room.swapped, plan.sin)
+        written = turned.narrow(1, queries, keys), rows.narrow(1, queries + keys, keys)
+        self._write.run(*written, cache, plan.layout)
+        return turned.narrow(1, 0, queries)
 
     def _stacked(self, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:
-        """The norms' weights by head, ``[q_heads + kv_heads, head_dim]``, made once for a layer."""
+        """The norms' weights by head, times sqrt(head_dim): ``[heads, head_dim]``, made once for a layer."""
         known = self._weights.get(id(q_norm))
         if known is None or known[0] is not q_norm or known[1] is not k_norm:
             queries, keys = self._heads
-            stacked = torch.cat((q_norm.expand(queries, -1), k_norm.expand(keys, -1)))
+            stacked = torch.cat((q_norm.expand(queries, -1), k_norm.expand(keys, -1))).mul_(self._root)
             known = self._weights[id(q_norm)] = (q_norm, k_norm, stacked)
         return known[2]

@@ -14,6 +14,8 @@ import torch
 
 from deepinfer_core.api import BuildContext, KVLayout, KVLayoutRequest, LayerCache
 
+from .huge_pages import ask_for_huge_pages
+
 LINE = 64
 """Bytes of a cache line. A vector that lies across two takes two reads."""
 
@@ -69,5 +71,6 @@ def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
     memory = np.zeros(size + LINE, np.uint8)
+    ask_for_huge_pages(memory.ctypes.data, size, used=False)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

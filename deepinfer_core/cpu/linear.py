@@ -6,7 +6,8 @@ three times faster than ``F.linear``. Where torch was built without oneDNN, the 
 ``[in, out]``, which reads faster than ``[out, in]`` for few rows.
 
 A oneDNN call costs some 11 microseconds before it multiplies, which is more than a small product takes in all. Small
-weights are therefore kept in both layouts, and steps of few rows multiply by the transposed one.
+weights are therefore kept in both layouts, and steps of few rows multiply by the transposed one. Larger ones are kept
+once; a single row may be multiplied by reading their blocks another way (``columns.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import attrs
 import torch
 
 from deepinfer_core.api import BuildContext, LinearRequest
+
+from .columns import Columns, Sums, blocks_of, largest
+from .huge_pages import ask_for_huge_pages
 
 PACKED_FOR_ROWS = 32
 """Rows that oneDNN chooses its layout for. From 8 on it is the same; for 1 it picks one that is slower for more."""
@@ -35,13 +39,15 @@ def has_onednn() -> bool:
 class PackedWeight:
     """``weight`` in oneDNN's blocked layout, or ``[in, out]``; ``bias [out]`` or None; float32.
 
-    ``small [in, out]``: the same weight again, for up to ``few`` rows, or None.
+    ``small [in, out]``: the same weight again, for up to ``few`` rows, or None. ``columns``: ``weight`` as a
+    single row reads it, or None.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     small: torch.Tensor | None = None
     few: int = 0
+    columns: Columns | None = None
 
 
 Pack: TypeAlias = Callable[[torch.Tensor, "torch.Tensor | None"], PackedWeight]
@@ -66,7 +72,10 @@ class PackedLinear:
 
 def packing() -> tuple[Pack, Run]:
     """How this host packs ``weight [out, in]`` and bias, and multiplies ``[M, in]`` by what that returned."""
-    return (_blocked, _run_blocked) if has_onednn() else (_transposed, _run_transposed)
+    if not has_onednn():
+        return _transposed, _run_transposed
+    blocked = Blocked()
+    return blocked.pack, blocked.run
 
 
 def stacked(weights: Sequence[torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
@@ -78,27 +87,56 @@ def stacked(weights: Sequence[torch.Tensor], shape: tuple[int, int]) -> torch.Te
     return weight
 
 
-def _blocked(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-    small = 0 < weight.numel() <= SMALL and bias is None
-    with torch.inference_mode():
+def _multiply() -> Any:
+    """oneDNN's product without torch's wrapper in Python, which costs more than two microseconds a call."""
+    operator = torch.ops.mkldnn._linear_pointwise.default
+    return getattr(operator, "_op", operator)
+
+
+class Blocked:
+    """Weights in oneDNN's layout. What it keeps between calls serves one product at a time."""
+
+    def __init__(self) -> None:
+        self._multiply = _multiply()
+        self._largest = largest()
+        self._sums: dict[tuple[int, int], Sums] = {}
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+        small = 0 < weight.numel() <= SMALL and bias is None
+        with torch.inference_mode():
+            weight = weight.contiguous()
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+            transposed = weight.t().contiguous() if small else None
+        if hasattr(torch.ops.mkldnn, "data_ptr"):
+            ask_for_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed), used=True)
         return PackedWeight(
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS),
+            packed,
             bias,
-            weight.t().contiguous() if small else None,
+            transposed,
             SMALL // weight.numel() if small else 0,
+            self._columns(packed, weight) if SMALL < weight.numel() <= self._largest else None,
         )
 
+    def _columns(self, packed: torch.Tensor, weight: torch.Tensor) -> Columns | None:
+        vectors, (out, inp) = blocks_of(packed, weight), weight.shape
+        if vectors is None:
+            return None
+        sums = self._sums.get((out, inp))
+        if sums is None:
+            sums = self._sums[out, inp] = Sums.of(out, inp)
+        return Columns(vectors, sums)
 
-_multiply: Any = torch.ops.mkldnn._linear_pointwise.default if has_onednn() else None
-
-
-def _run_blocked(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    result: torch.Tensor
-    if weight.small is not None and x.shape[0] <= weight.few:
-        result = torch.mm(x, weight.small)
-    else:
-        result = _multiply(x, weight.weight, weight.bias, "none", [], "")
-    return result
+    def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """``[M, in]`` float32 -> fresh ``[M, out]``."""
+        result: torch.Tensor
+        rows = x.shape[0]
+        if weight.small is not None and rows <= weight.few:
+            return torch.mm(x, weight.small)
+        if rows == 1 and weight.columns is not None:
+            result = weight.columns.product(x)
+            return result if weight.bias is None else result.add_(weight.bias)
+        result = self._multiply(x, weight.weight, weight.bias, "none", [], "")
+        return result
 
 
 def _transposed(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:

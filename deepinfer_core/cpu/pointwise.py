@@ -11,14 +11,15 @@ class RmsNorm:
     """``w * x / sqrt(mean(x^2) + eps)`` over the last dimension."""
 
     def __init__(self, request: RmsNormRequest, context: BuildContext) -> None:
-        self._eps = torch.tensor(request.eps, dtype=torch.float32)
-        self._per_channel = 1.0 / request.hidden
+        self._root = request.hidden**0.5
+        self._least = torch.tensor((request.hidden * request.eps) ** 0.5, dtype=torch.float32)
+        self._zero = torch.zeros(())
 
     def run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` and ``[hidden]`` float32 -> fresh memory of x's shape."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, length, length, value=self._per_channel).rsqrt_()
-        return (x * scale).mul_(weight)
+        length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._least)  # sqrt(hidden * (mean(x^2) + eps))
+        y = torch.div(x, length)
+        return torch.addcmul(self._zero, y, weight, value=self._root, out=y)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(s), s)`` with ``s = x + residual``, which overwrites ``residual``."""

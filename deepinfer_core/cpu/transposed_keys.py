@@ -7,7 +7,8 @@ request's blocks once a layer and use dense attention.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import attrs
 import numpy as np
@@ -17,11 +18,33 @@ from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, 
 
 from .attention import dense
 from .attention_plan import Chunk, chunks_of, few_rows
-from .transposed_plan import Bucket, make_buckets
+from .transposed_plan import Bucket, KnownLists, make_buckets
 
 Array = np.ndarray[Any, Any]
+V = TypeVar("V")
 
 LAYOUT = "transposed_keys"
+
+
+MINUS_INFINITY = torch.tensor(float("-inf"))
+
+MOST_VIEWS = 1024
+
+
+class LayerViews(Generic[V]):
+    """What ``make`` gives for a layer's cache, made when it is first asked for: layers keep their caches."""
+
+    def __init__(self, make: Callable[[LayerCache], V]) -> None:
+        self._make = make
+        self._known: dict[int, tuple[LayerCache, V]] = {}
+
+    def of(self, cache: LayerCache) -> V:
+        known = self._known.get(id(cache))
+        if known is None or known[0] is not cache:
+            if len(self._known) == MOST_VIEWS:
+                self._known.clear()
+            known = self._known[id(cache)] = (cache, self._make(cache))
+        return known[1]
 
 
 class WriteKV:
@@ -30,22 +53,27 @@ class WriteKV:
     def __init__(self, request: WriteKVRequest, context: BuildContext) -> None:
         self._size = request.block_size
         self._mapping: torch.Tensor | None = None
-        self._places: tuple[Array, Array] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._places: tuple[Any, Any] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._views = LayerViews(lambda cache: (cache["key"].numpy(), cache["value"].numpy()))
 
     def run(self, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, layout: StepLayout) -> None:
         """Write ``key`` and ``value`` ``[T, kv_heads, head_dim]`` at ``layout.slot_mapping``, and nothing else."""
+        self.put(key.numpy(), value.numpy(), cache, layout)
+
+    def put(self, key: Array, value: Array, cache: LayerCache, layout: StepLayout) -> None:
+        """:meth:`run` for arrays."""
         if layout.slot_mapping is not self._mapping:  # once a step: its layers share the layout
             self._mapping = layout.slot_mapping
             self._places = np.divmod(layout.slot_mapping.numpy(), self._size)
         blocks, offsets = self._places
-        keys, values = cache["key"].numpy(), cache["value"].numpy()
+        keys, values = self._views.of(cache)
         if len(blocks) == 1:
             block, offset = blocks[0], offsets[0]
-            keys[block, :, :, offset] = key.numpy()[0]
-            values[block, :, offset] = value.numpy()[0]
+            keys[block, :, :, offset] = key[0]
+            values[block, :, offset] = value[0]
         else:
-            keys[blocks, :, :, offsets] = key.numpy()
-            values[blocks, :, offsets] = value.numpy()
+            keys[blocks, :, :, offsets] = key
+            values[blocks, :, offsets] = value
 
 
 @attrs.frozen(eq=False)
@@ -57,17 +85,20 @@ class Plan:
 
 
 class PagedAttention:
-    """``softmax(scale * q k^T) v`` over the visible positions of each row."""
+    """``softmax(scale * q k^T) v`` over the visible positions of each row. Serves one step at a time."""
 
     def __init__(self, request: PagedAttentionRequest, context: BuildContext) -> None:
         self._request = request
+        self._lists = KnownLists(request)
+        shapes = ((-1, request.block_size), (-1, request.head_dim))
+        self._vectors = LayerViews(lambda cache: (cache["key"].view(shapes[0]), cache["value"].view(shapes[1])))
 
     def plan(self, layout: StepLayout) -> Plan:
         """What each row reads, from the host copies of the step's layout."""
         few = few_rows(layout)
         table = layout.block_table.numpy()
         gathers = bool(layout.host_query_lens[few].any())
-        buckets = make_buckets(self._request, layout, table, few) if gathers else ()
+        buckets = make_buckets(self._request, layout, table, few, self._lists) if gathers else ()
         return Plan(buckets, chunks_of(self._request, layout, table, few))
 
     def run(
@@ -86,16 +117,14 @@ class PagedAttention:
 
     def _gathered(self, query: torch.Tensor, cache: LayerCache, bucket: Bucket) -> torch.Tensor:
         """``[n, q_heads, head_dim]`` -> fresh ``[n, q_heads, head_dim]``."""
-        request, scaled = self._request, bucket.scaled
-        torch.mul(query.unsqueeze(2).expand(scaled.shape), request.scale, out=scaled)
-        channels = cache["key"].view(-1, request.block_size)
-        bag = torch.embedding_bag
-        scores = bag(channels, bucket.keys, bucket.key_bags, False, 0, False, scaled.view(-1))[0]
-        scores = scores.view(query.shape[0], request.q_heads, -1)
+        channels, values = self._vectors.of(cache)
+        bag = torch._embedding_bag_forward_only
+        torch.mul(query.unsqueeze(2), bucket.scale, out=bucket.scaled)
+        products = bag(channels, bucket.keys, bucket.key_bags, False, 0, False, bucket.scaled.view(-1))[0]
+        scores = products.view(query.shape[0], self._request.q_heads, -1)
         if bucket.hidden is not None:
-            scores[:, :, bucket.seen :].masked_fill_(bucket.hidden, float("-inf"))
-        weights = torch.softmax(scores, dim=-1).view(-1)
-        values = cache["value"].view(-1, request.head_dim)
+            scores.narrow(2, bucket.seen, bucket.hidden.shape[2]).masked_fill_(bucket.hidden, MINUS_INFINITY)
+        weights = torch.softmax(scores, -1).view(-1)
         return bag(values, bucket.values, bucket.value_bags, False, 0, False, weights)[0].view(query.shape)
 
     def _request_rows(self, cache: LayerCache, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from test_reference_attention import BLOCK, DIM, KV_HEADS, Q_HEADS, Scene
 from deepinfer_core.api import BuildContext, CacheEntry, CacheGroupSpec, KVLayoutRequest, WriteKVRequest
 from deepinfer_core.cpu import attention_plan
 from deepinfer_core.cpu.kv_layout import LINE, TransposedKeysLayout
-from deepinfer_core.cpu.transposed_plan import Bucket, make_buckets
+from deepinfer_core.cpu.transposed_plan import Bucket, KnownLists, make_buckets
 
 Caches = dict[str, torch.Tensor]
 
@@ -82,7 +82,8 @@ def test_without_causality_a_row_sees_all_of_its_request() -> None:
 def planned(contexts: list[int], block: int = BLOCK) -> tuple[Bucket, ...]:
     where, _ = layout([1] * len(contexts), contexts, block)
     few = attention_plan.few_rows(where)
-    return make_buckets(request(block_size=block), where, where.block_table.numpy(), few)
+    asked = request(block_size=block)
+    return make_buckets(asked, where, where.block_table.numpy(), few, KnownLists(asked))
 
 
 def test_rows_of_similar_length_share_one_bucket_in_their_own_order() -> None:
@@ -103,6 +104,40 @@ def test_rows_of_different_lengths_are_not_padded_to_the_longest() -> None:
 def test_whole_blocks_hide_nothing() -> None:
     assert planned([8, 8])[0].hidden is None
     assert planned([8, 7])[0].hidden is not None
+
+
+def test_steps_that_read_the_same_blocks_share_their_lists() -> None:
+    asked = request(block_size=BLOCK)
+    known = KnownLists(asked)
+
+    def step(contexts: list[int], seed: int = 0) -> Bucket:
+        where, _ = layout([1] * len(contexts), contexts, BLOCK, seed=seed)
+        (bucket,) = make_buckets(asked, where, where.block_table.numpy(), attention_plan.few_rows(where), known)
+        return bucket
+
+    first, second = step([BLOCK + 1, 2 * BLOCK - 1]), step([BLOCK + 2, 2 * BLOCK])
+    assert second.keys is first.keys
+    assert not torch.equal(second.values, first.values)
+    assert step([BLOCK + 2, 2 * BLOCK], seed=5).keys is not first.keys
+    assert step([BLOCK + 2, 2 * BLOCK]).keys is not first.keys  # only the last step's are kept
+
+
+def test_one_operator_over_many_steps_equals_a_new_one_for_each() -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    op, contexts = paged(block_size=4), [source.randrange(1, 30) for _ in range(5)]
+    for number in range(24):
+        where, blocks = layout([1] * len(contexts), contexts, 4)
+        cache = {name: normal(blocks, 4, KV_HEADS, DIM, seed=i) for i, name in enumerate(("key", "value"))}
+        query = normal(len(contexts), Q_HEADS, DIM, seed=100 + number)
+        alone = paged(block_size=4)
+        caches = [transposed(cache), transposed(cache)]
+        found = [each.run(query, kept, each.plan(where)) for each, kept in zip((op, alone), caches, strict=True)]
+        assert torch.equal(*found)
+        contexts = [context + 1 for context in contexts]
+        if source.random() < 0.3:
+            contexts[source.randrange(len(contexts))] = source.randrange(1, 30)
 
 
 # ---- writing
