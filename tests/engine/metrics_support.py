@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from exposition import read_exposition
 from prometheus_client.parser import text_string_to_metric_families
 
 from deepinfer_core.api import (
@@ -142,12 +143,17 @@ def deepinfer_speculation() -> Sequence[DrafterInfo]:
 
 
 def samples(text: str) -> Samples:
-    """Prometheus text, read by the client library's own parser: (name, sorted labels) -> value."""
-    return {
+    """Prometheus text as (name, sorted labels) -> value, read by the client library and by the strict reader alike."""
+    theirs = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+    strict: Samples = {}
+    for family in read_exposition(text).values():
+        strict |= family.samples
+    assert strict == theirs
+    return strict
 
 
 def value(found: Samples, name: str, **labels: str) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exposition import read_exposition
 from metrics_support import PATHS, HalfRight, LoudPolicy, Samples, samples, value
 from prometheus_client.parser import text_string_to_metric_families
 from toys.checkpoints import ToyLLM, toy_settings, write_toy
@@ -39,6 +40,26 @@ def test_every_metric_has_its_type_and_help_in_the_text(toy_llm: ToyLLM) -> None
     }
     wanted = {spec.name.removesuffix("_total"): (spec.kind, spec.help) for spec in SPECS.values()}
     assert found == wanted
+
+
+def test_the_text_obeys_the_format(toy_llm: ToyLLM) -> None:
+    """A busy engine's text through a reader written from the format's description."""
+    llm = toy_llm("PrefixHash", kv_cache__num_blocks=9, **ON)
+    llm.generate([[i] * 6 for i in range(5)], greedy(14))
+    families = read_exposition(llm.metrics_text())
+    assert {name: (f.kind, f.help) for name, f in families.items()} == {
+        s.name: (s.kind, s.help) for s in SPECS.values()
+    }
+    count = families["deepinfer_step_tokens"].samples["deepinfer_step_tokens_count", ()]
+    assert count == families["deepinfer_steps_total"].samples["deepinfer_steps_total", ()] > 10
+
+
+@pytest.mark.parametrize("label", ['a"b', "a\\b", "a\nb", 'x="y",z', "é 木", "", "a,b}"])
+def test_any_label_survives_the_text(label: str) -> None:
+    sink = PrometheusSink(EngineSettings())
+    sink.start(SPECS)
+    sink.emit(MetricsRecord(counters={("deepinfer_plugin_errors_total", label): 2.0}, gauges={}, observations={}))
+    assert value(samples(sink.text()), "plugin_errors_total", plugin=label) == 2
 
 
 def test_requests_and_tokens_are_counted(toy_llm: ToyLLM) -> None:
