@@ -49,11 +49,13 @@ _OPTIONS = (
     click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
     click.option("--presence-penalty", type=float, help="-2 to 2, on tokens already written."),
     click.option("--frequency-penalty", type=float, help="-2 to 2, by how often a token was written."),
-    click.option("--repetition-penalty", type=float, help="Above 0, on tokens of prompt and text; 1 is off."),
+    click.option("--repetition-penalty", type=float, help="1e-6 to 1e6, on tokens of prompt and text; 1 is off."),
     click.option(
         "--logit-bias", metavar="ID=BIAS", multiple=True, callback=_biases, help="Added to a token's logit; repeatable."
     ),
     click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Never written; may be repeated."),
+    click.option("--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="No other; may be repeated."),
+    click.option("--show-special-tokens", is_flag=True, help="Keep special tokens in the text."),
     click.option(
         "--json-schema", metavar="FILE", callback=_file_text, help="The text is JSON that this JSON Schema accepts."
     ),
@@ -63,12 +65,17 @@ _OPTIONS = (
     ),
     click.option("--logprobs", type=int, help="With --json: this many likeliest tokens at each position."),
     click.option("--prompt-logprobs", type=int, help="With --json: the same for the prompt's tokens."),
+    click.option(
+        "--logprobs-mode",
+        type=click.Choice(["raw", "processed"]),
+        help="Before or after temperature, penalties, masks.",
+    ),
 )
 
 NAMES = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "bad_words", "logprobs", "prompt_logprobs",
+    "logit_bias", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "logprobs_mode",
 )  # fmt: skip
 
 
@@ -87,6 +94,8 @@ def sampling_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
         # By identity: a temperature of 0 is a value, and equals False.
         if value is not None and value is not False and value != ():
             arguments[name] = list(value) if isinstance(value, tuple) else value
+    if values["show_special_tokens"]:
+        arguments["skip_special_tokens"] = False
     forms = {option: values[option] for option in _FORMS if values[option] is not None}
     if len(forms) > 1:
         raise click.UsageError(f"--{' and --'.join(forms).replace('_', '-')} are different forms: give one of them")

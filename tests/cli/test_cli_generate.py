@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 from cli_fakes import FakeLLM, Run
+
+from deepinfer_core.cli.sampling_options import NAMES
+from deepinfer_core.engine.sampling_params import SamplingParams
 
 MODEL = ("generate", "--model", "m")
 
@@ -272,3 +276,52 @@ def test_a_form_that_cannot_be_read_is_named(run: Run, fake_llm: type[FakeLLM], 
     both = run(*MODEL, "--prompt", "hi", "--regex", "a", "--grammar", str(broken))
     assert both.code == 2
     assert "--regex and --grammar are different forms" in both.err
+
+
+def test_every_parameter_has_an_option() -> None:
+    """But for aliases and what plugins add."""
+    reached = {*NAMES, "skip_special_tokens", "structured_outputs"}
+    assert set(inspect.signature(SamplingParams).parameters) - reached == {"seq_seed", "so_args", "extra_args"}
+
+
+def test_the_rarer_parameters_reach_the_engine(run: Run, fake_llm: type[FakeLLM]) -> None:
+    options = ("--allowed-token-id", "3", "--allowed-token-id", "5", "--show-special-tokens")
+    run(*MODEL, "--prompt", "hi", *options, "--logprobs", "1", "--logprobs-mode", "processed")
+    (params,) = asked(fake_llm)[0][2]
+    assert (params.allowed_token_ids, params.skip_special_tokens) == ((3, 5), False)
+    assert (params.logprobs, params.logprobs_mode) == (1, "processed")
+
+
+WRONG = ["nan", "inf", "-inf", "-1e9", "x", "", "1e400", "99999999999999999999999", "True", "[1]"]
+NUMBERS = [
+    *("--max-tokens", "--min-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "-n", "--stop-token-id"),
+    *("--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--allowed-token-id"),
+    *("--logprobs", "--prompt-logprobs", "--logit-bias"),
+]
+
+
+NUMBERS_AFTER_ALL = {("--temperature", WRONG[7]), ("--logit-bias", WRONG[7]), ("--logit-bias", "-1e9")}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_no_number_that_is_none_is_taken(refused: Callable[..., str], fake_llm: type[FakeLLM], option: str) -> None:
+    """Each is one line that names the option or the parameter; no engine is opened."""
+    names = (option, option.strip("-").replace("-", "_").replace("_token_id", "_token_ids"))
+    for value in WRONG:
+        if (option, value) in NUMBERS_AFTER_ALL:
+            continue
+        given = f"3={value}" if option == "--logit-bias" else value
+        message = refused(*MODEL, "--prompt", "hi", option, given)
+        assert any(name in message for name in names), message
+    assert fake_llm.instances == []
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", '"1"', "true", "null", "[1]", "{}"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty", "top_k", "n", "min_tokens"])
+def test_no_number_in_a_file_that_is_none_is_taken(
+    refused: Callable[..., str], fake_llm: type[FakeLLM], prompt_file: Callable[..., str], name: str, value: str
+) -> None:
+    file = prompt_file('{"prompt": "a"}', f'{{"prompt": "b", "{name}": {value}}}')
+    message = refused(*MODEL, "--prompt-file", file)
+    assert "line 2" in message or ":2" in message
+    assert fake_llm.instances == []
