@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toys.checkpoints import ToyLLM
+from toys.checkpoints import EOS_ID, ToyLLM
 from toys.checks import assert_clean, facts
 from toys.oracle import HashOracle, count_tokens
 
@@ -81,6 +81,22 @@ def test_outputs_still_count_as_outputs(toy_llm: ToyLLM, ahead: bool, preempt_at
     llm = toy_llm("Const", scheduling__max_batch_tokens=4, scheduling__async_scheduling=ahead)
     output, _ = run(llm, SamplingParams(temperature=0, max_tokens=9, frequency_penalty=0.5), preempt_at)
     assert output.outputs[0].token_ids == [3, 5, 3, 5, 3, 5, 3, 5, 7]
+
+
+@pytest.mark.parametrize("preempt_at", [[0], [3], [4, 5], [5], [1, -1, 3]], ids=str)
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_min_tokens_are_those_of_the_whole_output(toy_llm: ToyLLM, ahead: bool, preempt_at: list[int]) -> None:
+    """A resumed request owes what is left of its least length, not all of it again."""
+    llm = toy_llm(
+        "Const",
+        tokenizer=True,
+        logits={"97": 2.0, str(EOS_ID): 2.5},
+        scheduling__max_batch_tokens=4,
+        scheduling__async_scheduling=ahead,
+    )
+    output, _ = run(llm, SamplingParams(temperature=0, max_tokens=12, min_tokens=6), preempt_at)
+    assert output.outputs[0].token_ids == [97] * 6 + [EOS_ID]
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_neighbours_of_a_preempted_request(toy_llm: ToyLLM) -> None:
