@@ -216,3 +216,19 @@ def test_window_groups_share_where_a_request_ended(toy_llm: Any) -> None:
     assert cached(llm, [*LONG[:17], 3]) == 16
     assert ids_of(first) == [oracle.tokens(LONG[:17], 1)]
     assert_clean(llm)
+
+
+@pytest.mark.parametrize(("retention", "inside"), [("full", 16), ("minimal", 0)])
+@pytest.mark.parametrize("groups", [{"near": 6}, {"full": None, "near": 5}], ids=lambda g: "+".join(g))
+def test_what_slid_out_of_a_window_is_retained_or_not(
+    toy_llm: Any, groups: dict[str, int | None], retention: str, inside: int
+) -> None:
+    """``minimal``: a prefix is continued from where a request ended, and from nowhere else; results are the same."""
+    llm = toy_llm("PrefixHash", groups=groups, scheduling__max_batch_tokens=8, kv_cache__window_retention=retention)
+    oracle = HashOracle(64, list(groups.values()))
+    llm.generate([LONG], SamplingParams(temperature=0, max_tokens=1))
+    for prompt, hit in (([*LONG[:16], 1, 2], inside), ([*LONG, 9], 40)):
+        (output,) = llm.generate([prompt], GREEDY)
+        assert output.metrics.cached_tokens == hit
+        assert output.outputs[0].token_ids == oracle.tokens(prompt, 6)
+    assert_clean(llm)
