@@ -8,11 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from deepinfer_core.api import (
-    CacheGroupSpec,
-    ConfigError,
     KVLayout,
     LayerCache,
-    MemoryInfo,
     Model,
     ModelContext,
 )
@@ -20,6 +17,7 @@ from deepinfer_core.checkpoint import Checkpoint, check_tensors
 from deepinfer_core.plugins import OpTable, WrapOp, freeze
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer
 
+from .cache_memory import CacheMemory, allocate_caches
 from .commit import Committer
 from .constraint_open import open_constraints
 from .core import EngineCore
@@ -32,11 +30,9 @@ from .planner import Planner
 from .planning import PlannedEngine
 from .runner import Runner
 from .slot_table import SlotTable
-from .speculation_module import PREFIX, build_module, reserve, shares_ends
+from .speculation import Speculator
+from .speculation_module import PREFIX, PlannedModule, build_module, reserve, shares_ends
 from .speculation_start import cost_key, open_speculation
-
-HOST_FRACTION, DEVICE_FRACTION = 0.25, 0.9
-"""Share of free memory the caches may take when ``kv_cache.memory_fraction`` is not set."""
 
 
 @attrs.define(kw_only=True)
@@ -84,87 +80,20 @@ def build_engine(
     planned.registry.notify("deepinfer_worker_start", plan=planned.plan, rank=0)
     ops = freeze(planned.plan.choices, planned.providers, planned.context_for, wrap_op)
     planned.registry.freeze()
-    model = planned.definition.build(
-        ModelContext(
-            spec=spec,
-            config=checkpoint.config,
-            ops=ops,
-            weights=checkpoint.weights,
-            device=device.torch_device,
-            progress=progress,
-            experts=planned.experts,
-        )
-    )
-    layouts: dict[str, KVLayout] = {g.name: getattr(ops, group_slot(g)) for g in spec.cache_groups}
-    drafter = planned.drafter
-    planned_module = None if drafter is None else drafter.module
-    module = None
-    if planned_module is not None:
-        module_ops = freeze(planned_module.choices, planned.providers, planned.context_for, wrap_op)
-        own = {g.name: getattr(module_ops, group_slot(g)) for g in planned_module.spec.cache_groups}
-        layouts |= {PREFIX + name: layout for name, layout in own.items()}
-        module = build_module(
-            planned_module,
-            module_ops,
-            checkpoint=checkpoint,
-            target=model if shares_ends(planned.plan.choices, planned_module.choices) else None,
-            device=device.torch_device,
-            progress=progress,
-        )
-    groups = (*spec.cache_groups, *(() if planned_module is None else planned_module.cache_groups))
-    block_bytes = {name: layout.block_bytes() for name, layout in layouts.items()}
-    num_blocks = _num_blocks(planned, groups, block_bytes, device.memory())
-    layer_caches: dict[str, list[LayerCache]] = {n: layout.allocate(num_blocks[n]) for n, layout in layouts.items()}
-    slots = SlotTable(config.scheduling.max_running)
-    cache = KVCache(
-        groups,
-        num_blocks,
-        block_size=config.kv_cache.block_size,
-        slots=slots.slots,
-        max_model_len=spec.max_model_len,
-        prefix_cache=config.kv_cache.prefix_cache,
-        retain_windows=config.kv_cache.window_retention == "full",
-    )
+    model = _load_model(planned, checkpoint, ops, progress)
+    module = _load_module(planned, checkpoint, model, progress, wrap_op)
+    memory = _allocate(planned, ops, module)
     planner = Planner(
         policy=planned.policy,
-        cache=cache,
-        slots=slots,
+        cache=memory.cache,
+        slots=SlotTable(config.scheduling.max_running),
         max_batch_tokens=config.scheduling.max_batch_tokens,
         chunked_prefill=config.scheduling.chunked_prefill,
         clock=clock,
     )
     token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
-    ahead = 1 if planned.runs_ahead else 0
-    stream = planner.observer.timed(device.stream(overlap=bool(ahead)))
-    runner = Runner(
-        device=device,
-        stream=stream,
-        model=model,
-        ops=ops,
-        cache=cache,
-        layer_caches=layer_caches,
-        slots=slots,
-        vocab_size=spec.vocab_size,
-        token_limit=token_limit,
-        extra_stages=planned.stages,
-        graphs=None if module is not None else _graphs(planned, model, ops, cache, layer_caches),
-        groups=[g.name for g in spec.cache_groups],
-        spare=0 if drafter is None else reserve(planned_module, config.speculation.max_draft_tokens),
-    )
-    speculator = None
-    if drafter is not None:
-        speculator, source = open_speculation(
-            drafter,
-            config,
-            planner=planner,
-            runner=runner,
-            module=module,
-            target=str(checkpoint.path),
-            key=cost_key(planned, checkpoint),
-            delayed=ahead > 0,
-        )
-        if source:
-            planned.plan = attrs.evolve(planned.plan, facts={**planned.plan.facts, "cost table": source})
+    runner = _open_runner(planned, planner, model, ops, memory, token_limit, with_module=module is not None)
+    speculator = _open_speculator(planned, checkpoint, planner, runner, module)
     ends = eos_token_ids(checkpoint, tokenizer)
     constraints = open_constraints(
         planned,
@@ -185,8 +114,8 @@ def build_engine(
     limits = Limits(
         vocab_size=token_limit,
         max_model_len=spec.max_model_len,
-        capacity=cache.capacity,
-        max_running=slots.slots,
+        capacity=memory.cache.capacity,
+        max_running=config.scheduling.max_running,
         max_batch_tokens=config.scheduling.max_batch_tokens,
         chunked_prefill=config.scheduling.chunked_prefill,
         eos_token_ids=ends,
@@ -194,28 +123,141 @@ def build_engine(
         extra_arguments={name: argument for info in planned.stages for name, argument in info.arguments.items()},
     )
     connect(planner.observer, planned, sinks, planner=planner, speculator=speculator, model=model)
+    core = EngineCore(
+        planner=planner,
+        runner=runner,
+        committer=committer,
+        ahead=1 if planned.runs_ahead else 0,
+        speculator=speculator,
+        constraints=None if isinstance(constraints, str) else constraints,
+        clock=clock,
+    )
     return Engine(
         planned=planned,
-        core=EngineCore(
-            planner=planner,
-            runner=runner,
-            committer=committer,
-            ahead=ahead,
-            speculator=speculator,
-            constraints=None if isinstance(constraints, str) else constraints,
-            clock=clock,
-        ),
+        core=core,
         intake=Intake(limits, tokenizer, constraints),
         tokenizer=tokenizer,
         ops=ops,
         model=model,
         sinks=sinks,
-        memory={f"cache_{name}": num_blocks[name] * size for name, size in block_bytes.items()},
+        memory=memory.cache_bytes,
     )
 
 
+@attrs.frozen(kw_only=True)
+class _LoadedModule:
+    """A drafter's own model, and the layouts of its cache groups by the engine's names of them."""
+
+    module: Model
+    layouts: Mapping[str, KVLayout]
+
+
+def _load_model(planned: PlannedEngine, checkpoint: Checkpoint, ops: OpTable, progress: Callable[[str], None]) -> Model:
+    return planned.definition.build(
+        ModelContext(
+            spec=planned.spec,
+            config=checkpoint.config,
+            ops=ops,
+            weights=checkpoint.weights,
+            device=planned.device.torch_device,
+            progress=progress,
+            experts=planned.experts,
+        )
+    )
+
+
+def _load_module(
+    planned: PlannedEngine,
+    checkpoint: Checkpoint,
+    model: Model,
+    progress: Callable[[str], None],
+    wrap_op: WrapOp | None,
+) -> _LoadedModule | None:
+    found = _planned_module(planned)
+    if found is None:
+        return None
+    ops = freeze(found.choices, planned.providers, planned.context_for, wrap_op)
+    module = build_module(
+        found,
+        ops,
+        checkpoint=checkpoint,
+        target=model if shares_ends(planned.plan.choices, found.choices) else None,
+        device=planned.device.torch_device,
+        progress=progress,
+    )
+    layouts = {PREFIX + g.name: getattr(ops, group_slot(g)) for g in found.spec.cache_groups}
+    return _LoadedModule(module=module, layouts=layouts)
+
+
+def _planned_module(planned: PlannedEngine) -> PlannedModule | None:
+    return None if planned.drafter is None else planned.drafter.module
+
+
+def _allocate(planned: PlannedEngine, ops: OpTable, module: _LoadedModule | None) -> CacheMemory:
+    """Caches of the model and of a drafter's model."""
+    found = _planned_module(planned)
+    layouts: dict[str, KVLayout] = {g.name: getattr(ops, group_slot(g)) for g in planned.spec.cache_groups}
+    layouts |= {} if module is None else module.layouts
+    return allocate_caches(
+        planned, (*planned.spec.cache_groups, *(() if found is None else found.cache_groups)), layouts
+    )
+
+
+def _open_runner(
+    planned: PlannedEngine,
+    planner: Planner,
+    model: Model,
+    ops: OpTable,
+    memory: CacheMemory,
+    token_limit: int,
+    *,
+    with_module: bool,
+) -> Runner:
+    spec, device = planned.spec, planned.device
+    drafts = planned.config.speculation.max_draft_tokens
+    return Runner(
+        device=device,
+        stream=planner.observer.timed(device.stream(overlap=planned.runs_ahead)),
+        model=model,
+        ops=ops,
+        cache=memory.cache,
+        layer_caches=memory.layer_caches,
+        slots=planner.slots,
+        vocab_size=spec.vocab_size,
+        token_limit=token_limit,
+        extra_stages=planned.stages,
+        graphs=None if with_module else _graphs(planned, model, ops, memory.cache, memory.layer_caches),
+        groups=[g.name for g in spec.cache_groups],
+        spare=0 if planned.drafter is None else reserve(_planned_module(planned), drafts),
+    )
+
+
+def _open_speculator(
+    planned: PlannedEngine,
+    checkpoint: Checkpoint,
+    planner: Planner,
+    runner: Runner,
+    module: _LoadedModule | None,
+) -> Speculator | None:
+    if planned.drafter is None:
+        return None
+    speculator, source = open_speculation(
+        planned.drafter,
+        planned.config,
+        planner=planner,
+        runner=runner,
+        module=None if module is None else module.module,
+        target=str(checkpoint.path),
+        key=cost_key(planned, checkpoint),
+        delayed=planned.runs_ahead,
+    )
+    if source:
+        planned.plan = attrs.evolve(planned.plan, facts={**planned.plan.facts, "cost table": source})
+    return speculator
+
+
 def _graphs(
-    planned: PlannedEngine, model: Model, ops: OpTable, cache: KVCache, layer_caches: Mapping[str, list[LayerCache]]
+    planned: PlannedEngine, model: Model, ops: OpTable, cache: KVCache, layer_caches: Mapping[str, Sequence[LayerCache]]
 ) -> DecodeGraphs | None:
     """Recorded decode steps, of up to as many rows as may run."""
     if not planned.records_graphs:
@@ -253,59 +295,3 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[
         if value is not None:
             ids.extend(value if isinstance(value, list) else [value])
     return tuple(dict.fromkeys(ids))
-
-
-def _num_blocks(
-    planned: PlannedEngine, groups: Sequence[CacheGroupSpec], block_bytes: Mapping[str, int], memory: MemoryInfo
-) -> dict[str, int]:
-    """Blocks of each group, null block included.
-
-    A full group gets what its share of memory allows, and never more than all requests at full length could
-    use; a window group what running requests can look back on plus one step's rows.
-    """
-    config, spec = planned.config, planned.spec
-    # Drafts being verified, and as many more that are being made.
-    ahead = 0 if planned.drafter is None else 2 * config.speculation.max_draft_tokens
-    running, block_size = config.scheduling.max_running, config.kv_cache.block_size
-    if config.kv_cache.num_blocks is not None:
-        _check_window_blocks(groups, config.kv_cache.num_blocks, block_size)
-        return {g.name: config.kv_cache.num_blocks for g in groups}
-    most = {
-        g.name: _most_blocks(g, spec.max_model_len, running, config.scheduling.max_batch_tokens, block_size, ahead)
-        for g in groups
-    }
-    default = HOST_FRACTION if planned.device.info.type == "cpu" else DEVICE_FRACTION
-    budget = memory.free * (config.kv_cache.memory_fraction or default)
-    wanted = sum(most[name] * size for name, size in block_bytes.items())
-    share = min(1.0, budget / wanted) if wanted else 1.0
-    blocks = {name: max(2, int(count * share)) for name, count in most.items()}
-    need = -(-spec.max_model_len // block_size) + 1
-    for group in groups:
-        if blocks[group.name] < min(need, most[group.name]):
-            lowest = need * block_bytes[group.name]
-            raise ConfigError(
-                f"kv_cache: {budget / 2**20:.0f} MiB give group {group.name!r} {blocks[group.name]} blocks, fewer than "
-                f"one request of max_model_len={spec.max_model_len} needs ({lowest / 2**20:.0f} MiB): "
-                "lower model.max_model_len or raise kv_cache.memory_fraction"
-            )
-    return blocks
-
-
-def _check_window_blocks(groups: Sequence[CacheGroupSpec], num_blocks: int, block_size: int) -> None:
-    """Refuse pools too small for one row of a model that has windows only; others are bounded by their length."""
-    windows = [g.window for g in groups if g.window is not None]
-    need = 2 + max((-(-(window - 1) // block_size) for window in windows), default=0)
-    if groups and len(windows) == len(groups) and num_blocks < need:
-        raise ConfigError(
-            f"kv_cache.num_blocks={num_blocks}: a window of {max(windows)} tokens needs at least {need} "
-            f"blocks of {block_size}, the null block included"
-        )
-
-
-def _most_blocks(
-    group: CacheGroupSpec, max_model_len: int, running: int, batch_tokens: int, block_size: int, ahead: int
-) -> int:
-    if group.window is None:
-        return running * -(-max_model_len // block_size) + 1
-    window = running * (-(-(group.window + ahead) // block_size) + 2)
-    return min(window + -(-batch_tokens // block_size), running * -(-max_model_len // block_size)) + 1
