@@ -131,10 +131,6 @@ class DraftRuntime:
         self._generator = torch.Generator(device.torch_device)
         self._generator.seed()
 
-    def reseed(self, seed: int) -> None:
-        """Fix the noise that drafts judged by rejection are drawn with, which is fresh in every engine."""
-        self._generator.manual_seed(seed)
-
     # ---- before the target
 
     def forget(self) -> None:

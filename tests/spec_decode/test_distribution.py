@@ -181,7 +181,7 @@ def test_the_engine_by_rejection(tmp_path: Path, certain: bool, schedule: str, a
     llm = open_toy(directory, **settings)
     runtime = llm.engine.core.runner.drafting
     assert runtime is not None
-    runtime.reseed(11)
+    runtime._generator.manual_seed(11)
     params = [SamplingParams(temperature=1.0, max_tokens=12, seed=None) for _ in range(300)]
     _fix_seeds(llm)
     texts = _texts(llm, params)
