@@ -69,3 +69,23 @@ def test_budget_grows_back_when_memory_is_found_again(toy_llm: ToyLLM) -> None:
     for _ in range(5):
         llm.generate([[1]], greedy(100))
     assert planner.budget == 16
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_requests_take_turns_when_a_step_has_room_for_few(toy_llm: ToyLLM, ahead: bool, room: int) -> None:
+    """Five that run, and steps of fewer rows: nobody waits for another's end."""
+    llm = toy_llm("Count", scheduling__async_scheduling=ahead)
+    core, slots = llm.engine.core, llm.engine.core.planner.slots
+    requests = [llm.engine.intake.request(str(i), [i], greedy(20), now=0.0, stream=False) for i in range(5)]
+    core.add(requests)
+    core.step()
+    core.step()
+    core.planner.budget = room
+    while core.has_unfinished:
+        core.step()
+        known = [slots.output_len(sequence) for request in requests for sequence in request.sequences]
+        assert max(known) - min(known) <= 3
+        if min(known) < 20:
+            core.planner.budget = room
+    assert [llm.output(r).outputs[0].token_ids for r in requests] == [count_tokens([i], 20, 64) for i in range(5)]
