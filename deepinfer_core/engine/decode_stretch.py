@@ -59,7 +59,7 @@ class DecodeStretch:
         table.computed[running] += done
         table.committed[running] += done
         planner.steps += done
-        table.last_step[running] = planner.steps
+        table.scheduled(running, planner.steps)
         return done
 
     def _go_through(

@@ -216,7 +216,7 @@ class Planner:
     def _decode_rows(self, ready: Array, budget: int) -> Array:
         """Of sequences one row short of their next token, the least recently scheduled if they do not all fit."""
         if len(ready) > budget:
-            ready = ready[np.argsort(self.slots.last_step[ready], kind="stable")[:budget]]
+            ready = ready[np.argsort(self.slots.last_turn[ready], kind="stable")[:budget]]
         if len(ready) == 0:
             return ready
         lacking = self.cache.lacking(ready, self.slots.length[ready])
@@ -396,5 +396,5 @@ class Planner:
         table.length[slots] += samples
         table.slack[slots] += caps
         table.in_flight[slots] += 1
-        table.last_step[slots] = plan.number
+        table.scheduled(slots, plan.number)
         return plan

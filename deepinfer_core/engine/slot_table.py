@@ -6,6 +6,8 @@ was launched but not yet committed; ``committed`` is what the host knows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .request import Sequence
@@ -25,7 +27,8 @@ class SlotTable:
         in_flight: launched steps not yet committed.
         slack: how many tokens ``length`` and ``computed`` may be too high, as drafts in flight may be rejected.
         unseeded: drawn without a seed of the user's, so that drafts may be judged by rejection.
-        last_step: step that last scheduled the slot. stop_ids: ``[slots, K]``, padded with -1.
+        last_turn: ascends with the step that last scheduled the slot, and within it with the row, so that rows for
+            which there is no room in every step take turns. stop_ids: ``[slots, K]``, padded with -1.
         tokens: ``[slots, width]`` int32.
     """
 
@@ -43,7 +46,7 @@ class SlotTable:
         self.in_flight = np.zeros(slots, np.int64)
         self.slack = np.zeros(slots, np.int64)
         self.unseeded = np.zeros(slots, bool)
-        self.last_step = np.zeros(slots, np.int64)
+        self.last_turn = np.zeros(slots, np.int64)
         self.published = np.zeros(slots, np.int64)
         self.finished = np.zeros(slots, bool)
         self.needs_host = np.zeros(slots, bool)
@@ -69,7 +72,7 @@ class SlotTable:
         self.in_flight[slot] = 0
         self.slack[slot] = 0
         self.unseeded[slot] = request.params.seed is None and not request.params.is_greedy
-        self.last_step[slot] = 0
+        self.last_turn[slot] = 0
         self.finished[slot] = False
         self.published[slot] = 0
         self.needs_host[slot] = sequence.needs_host
@@ -94,6 +97,10 @@ class SlotTable:
     def retire(self, slot: int) -> None:
         """No further step for this slot; it keeps its row until nothing of it is in flight."""
         self.running = self.running[self.running != slot]
+
+    def scheduled(self, slots: np.ndarray[Any, Any], step: int) -> None:
+        """Rows of these slots, in this order, run in a step."""
+        self.last_turn[slots] = step * self.slots + np.arange(len(slots))
 
     def by_arrival(self) -> list[int]:
         """The running slots, oldest arrival first: a request that was preempted keeps its place."""

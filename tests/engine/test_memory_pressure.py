@@ -85,7 +85,7 @@ def test_requests_take_turns_when_a_step_has_room_for_few(toy_llm: ToyLLM, ahead
     while core.has_unfinished:
         core.step()
         known = [slots.output_len(sequence) for request in requests for sequence in request.sequences]
-        assert max(known) - min(known) <= 3
+        assert max(known) - min(known) <= 1 + ahead
         if min(known) < 20:
             core.planner.budget = room
     assert [llm.output(r).outputs[0].token_ids for r in requests] == [count_tokens([i], 20, 64) for i in range(5)]
