@@ -114,7 +114,8 @@ class DraftModuleSpec:
     """What makes a model a draft module: one that a drafter runs beside a target.
 
     Attributes:
-        taps: layers of the target whose output the module reads (``TappedModel.forward_tapped``).
+        taps: layers of the target whose output the module reads (``TappedModel.forward_tapped``). A module with a
+            method ``keep`` reads what that makes of it; others read it as it is.
         max_drafts: drafts it can make at once; None: as many as wanted.
     """
 
@@ -219,9 +220,12 @@ class TappedModel(Model, Protocol):
     """A model whose layers a draft module can read."""
 
     def forward_tapped(
-        self, batch: ModelBatch, plan: Any, taps: Sequence[int]
+        self, batch: ModelBatch, plan: Any, taps: Sequence[int], keep: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """What :meth:`forward` returns, and what leaves each layer named in ``taps``, each ``[T, ...]``."""
+        """What :meth:`forward` returns, and ``keep`` of what leaves each layer named in ``taps``, ``[T, ...]``.
+
+        ``keep``: of what it is given, which is overwritten later, gives a tensor of its own: a copy, or less.
+        """
         ...
 
 

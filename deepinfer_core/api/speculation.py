@@ -125,8 +125,15 @@ class DraftStep:
         depth: most drafts wanted.
         rows: the T rows that the target ran, in the module's own caches; None without a module. Rows of rejected drafts
             are among them: what is written for these is rewritten before it is read.
+        places: module's cache group -> ``[T]`` int64 on the host: block times block size plus offset, where each row
+            lies; in block 0 if nobody can ever read it.
+        tables: module's cache group -> ``[R, B]`` int32 on the host, the block tables of the requests to draft for.
+        readable: ``(group, blocks [N])`` -> ``[N]`` bool on the host: whether anybody may ever read what lies in these
+            blocks now, a running request or one that finds it as a prefix. What is no longer readable stays so until
+            all of it is written again.
         next_tokens: gives ``[T]`` int64, the token that follows each row (anything after a rejected one).
-        taps: what leaves the target's layers named in ``DraftModuleSpec.taps``, each ``[T, ...]``.
+        taps: what leaves the target's layers named in ``DraftModuleSpec.taps``, or what the module keeps of it, each
+            ``[T, ...]``.
         last_rows: ``[R]`` int64, the row whose token is the anchor.
         block: ``(tokens [R, n], offset)`` -> a batch of n rows a request in the module's caches, the first at
             ``anchor + offset``.
@@ -141,6 +148,9 @@ class DraftStep:
     host_anchors: np.ndarray[Any, Any]
     depth: int
     rows: ModelBatch | None
+    places: Mapping[str, np.ndarray[Any, Any]]
+    tables: Mapping[str, np.ndarray[Any, Any]]
+    readable: Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
     next_tokens: Callable[[], torch.Tensor]
     taps: Sequence[torch.Tensor]
     last_rows: torch.Tensor
@@ -219,6 +229,8 @@ class VerifyCost:
         rows: rows the target ran. requests: how many requests had rows.
         target_seconds: its forward pass and sampling. draft_seconds: absorbing and proposing; ``drafted`` requests.
         decode: True when all rows belong to decoding requests.
+        absorb_seconds: of ``draft_seconds``, absorbing alone.
+        chances: ``[drafted, n]`` float64 survival of the drafts that this step made, None where it made none.
     """
 
     rows: int
@@ -227,6 +239,8 @@ class VerifyCost:
     draft_seconds: float
     drafted: int
     decode: bool
+    absorb_seconds: float = 0.0
+    chances: np.ndarray[Any, Any] | None = None
 
 
 class DraftSchedule(Protocol):
@@ -253,14 +267,18 @@ class DraftSchedule(Protocol):
 
         Args:
             rows: rows the step has without drafts.
-            delayed: the survival is that of the drafts before those that will be verified, so that the choice may use
-                all of it; otherwise it is that of these very drafts, and the choice must stop at the first that does
-                not pay, or it would depend on what it decides about.
+            delayed: the choice may use all of the survival: it is that of the drafts before those that will be
+                verified, or all requests are under the exact rule, which gives the same tokens whatever is verified.
+                Otherwise it is that of these very drafts, and the choice must stop at the first that does not pay, or
+                it would depend on what it decides about.
         """
         ...
 
-    def drafts(self, requests: int) -> bool:
-        """Whether this step shall draft for the next one at all."""
+    def drafts(self, requests: int, fresh: int) -> int:
+        """How many of the requests this step shall draft for: all, none, or a few to find out whether that pays.
+
+        The engine takes those whose last turn is longest ago. ``fresh`` of them never had one.
+        """
         ...
 
     def allocate(self, survival: np.ndarray[Any, Any], caps: np.ndarray[Any, Any], total: int) -> np.ndarray[Any, Any]:

@@ -93,6 +93,10 @@ class BlockPool:
         """True when nobody owns the block (sharing it would take it from the free ones)."""
         return self._owners[block] == 0
 
+    def readable(self, block: int) -> bool:
+        """True when somebody owns the block or can find it. The null block never is."""
+        return self._owners[block] > 0 or self._hash[block] is not None
+
     def drop_cache(self) -> None:
         """Forget every identity. Owned blocks stay owned."""
         for block in list(self._by_hash.values()):

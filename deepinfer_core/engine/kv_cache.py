@@ -17,6 +17,7 @@ from deepinfer_core.api import CacheGroupSpec
 
 from .block_pool import BlockPool
 
+Array = np.ndarray[Any, Any]
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -269,6 +270,29 @@ class KVCache:
         for group in self.groups.values():
             group.release(slot)
         self.write_from[slot] = 0
+
+    def readable(self, group: str, blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """``[N]`` blocks of a group -> whether anybody owns or can find them."""
+        distinct, where = np.unique(blocks, return_inverse=True)
+        pool = self.groups[group].pool
+        found: np.ndarray[Any, Any] = np.array([pool.readable(b) for b in distinct.tolist()], bool)[where]
+        return found
+
+    def places(self, group: str, table: Array, requests: Array, positions: Array, next_positions: Array) -> Array:
+        """Where rows lie in a group: ``[T]`` int64, block times block size plus offset.
+
+        Args:
+            table: ``[R, B]`` blocks. requests, positions: ``[T]`` of the rows.
+            next_positions: ``[R]``, the first that may run next. A row that none from there on can see, in a block
+                that nobody will find as a prefix either, is said to lie in the null block.
+        """
+        numbers, spec = positions // self.block_size, self.groups[group].spec
+        blocks = table[requests, numbers].astype(np.int64)
+        if spec.window is not None and not self.prefix_cache:
+            first = np.maximum(next_positions - spec.window + 1, 0) // self.block_size
+            blocks[numbers < first[requests]] = 0
+        found: Array = blocks * self.block_size + positions % self.block_size
+        return found
 
     def held(self, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Blocks held by each slot, over all groups."""

@@ -219,6 +219,8 @@ class Runner:
                 draft_seconds=time.perf_counter() - between,
                 drafted=0 if result.proposed is None else len(result.proposed.slots),
                 decode=bool((ready.plan.counts == ready.plan.samples).all()),
+                absorb_seconds=drafting.absorb_seconds,
+                chances=None if result.proposed is None else result.proposed.chances,
             )
         return result
 
@@ -242,7 +244,7 @@ class Runner:
         if drafting is None or not drafting.taps:
             return self.model.forward(batch, self.model.plan(batch)), whole, ()
         model: Any = self.model
-        hidden, taps = model.forward_tapped(batch, model.plan(batch), drafting.taps)
+        hidden, taps = model.forward_tapped(batch, model.plan(batch), drafting.taps, drafting.keep)
         return hidden, whole, taps
 
     def _sample_rows(

@@ -6,6 +6,7 @@ really came. On an accelerator that is one small read-back a step; on the host i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from deepinfer_core.api import (
     StepLayout,
 )
 
+from .kv_cache import KVCache
 from .sampler import Sampler
 from .speculation import accepted_drafts, last_tokens
 from .speculation_plan import DraftTurn, first_come, survival
@@ -92,6 +94,7 @@ class DraftRuntime:
 
     Args:
         caches: module's cache group -> (engine's name of it, its layers' caches); empty without a module.
+        keep: what the module reads of what leaves the target's layers ``taps``.
         always_judge: judge by rejection also drafts that come without a distribution; the draw accepts those as often.
     """
 
@@ -104,8 +107,10 @@ class DraftRuntime:
         sampler: Sampler,
         append: Callable[..., None],
         layouts: MakeLayouts,
+        cache: KVCache,
         caches: Mapping[str, tuple[str, Sequence[LayerCache]]],
         taps: Sequence[int],
+        keep: Callable[[torch.Tensor], torch.Tensor],
         depth: int,
         token_limit: int,
         slots: int,
@@ -115,13 +120,16 @@ class DraftRuntime:
         self.drafter = drafter
         self.device = device
         self.taps = taps
+        self.keep = keep
         self.depth = depth
         self.token_limit = token_limit
         self.failures = 0
+        self.absorb_seconds = 0.0
         self._state = state
         self._sampler = sampler
         self._append = append
         self._layouts = layouts
+        self._cache = cache
         self._caches = caches
         self._always_judge = always_judge
         self._schedule = schedule
@@ -203,7 +211,7 @@ class DraftRuntime:
         if not turn.propose and not plan.drafts:
             self._behind[plan.slots] = turn.caps
             try:
-                self.drafter.absorb(self._idle_step(ran))
+                self._absorb(self._idle_step(ran))
             except Exception:
                 self._failed()
             return None
@@ -211,13 +219,18 @@ class DraftRuntime:
         self._behind[plan.slots] = turn.caps - accepted
         try:
             step, chosen = self._step(ran, turn, accepted)
-            self.drafter.absorb(step)
+            self._absorb(step)
             if len(chosen) == 0:
                 return None
             return self._keep(self.drafter.propose(step), plan.slots[chosen], step.host_anchors)
         except Exception:
             self._failed()
             return None
+
+    def _absorb(self, step: DraftStep) -> None:
+        started = time.perf_counter()
+        self.drafter.absorb(step)
+        self.absorb_seconds = time.perf_counter() - started
 
     def _failed(self) -> None:
         self.failures += 1
@@ -236,6 +249,9 @@ class DraftRuntime:
             host_anchors=np.zeros(0, np.int64),
             depth=self.depth,
             rows=self._rows(ran),
+            places=self._places(ran),
+            tables={name: ran.inputs.tables[engine][:0] for name, (engine, _) in self._caches.items()},
+            readable=self._readable,
             next_tokens=lambda: self._next_tokens(ran),
             taps=ran.taps,
             last_rows=self._nobody,
@@ -247,6 +263,20 @@ class DraftRuntime:
         if not self._caches or ran.batch is None:
             return None
         return self._batch(ran.batch.token_ids, ran.batch.layouts)
+
+    def _places(self, ran: TargetRows) -> dict[str, Array]:
+        plan, inputs = ran.plan, ran.inputs
+        drafts = np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
+        next_positions = plan.starts + plan.counts - drafts  # or later ones
+        return {
+            name: self._cache.places(
+                engine, inputs.tables[engine], inputs.row_requests, inputs.positions, next_positions
+            )
+            for name, (engine, _) in self._caches.items()
+        }
+
+    def _readable(self, group: str, blocks: Array) -> Array:
+        return self._cache.readable(self._caches[group][0], blocks)
 
     def _next_tokens(self, ran: TargetRows) -> torch.Tensor:
         """The token after each row of the target's, ``[T]`` int64."""
@@ -286,6 +316,9 @@ class DraftRuntime:
             host_anchors=anchors,
             depth=self.depth,
             rows=self._rows(ran),
+            places=self._places(ran),
+            tables={name: tables[engine] for name, (engine, _) in self._caches.items()},
+            readable=self._readable,
             next_tokens=lambda: self._next_tokens(ran),
             taps=ran.taps,
             last_rows=last_rows,

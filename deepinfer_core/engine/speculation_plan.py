@@ -89,22 +89,27 @@ class DraftPlanner:
         self.verified_budget = 0
         self._offered = np.zeros(slots.slots, bool)
         self._survival = np.ones((slots.slots, depth))
+        self._turns = 0
+        self._last_turn = np.zeros(slots.slots, np.int64)
 
     def caps(self, decodes: Array, budget: int) -> tuple[Array, int]:
         """Most drafts of each decoding slot, their blocks owned, and how many may be verified in all.
 
         ``budget``: rows the step has left. Drafts preempt nobody.
         """
+        if budget <= 0 or not self._offered[decodes].any():
+            return np.zeros(len(decodes), np.int64), 0
         table = self.slots
         length = table.length[decodes]
         caps: Array = np.minimum(table.max_len[decodes] - length - 1, self.depth).clip(min=0)
         caps = np.where(self._offered[decodes], caps, 0)
-        if budget <= 0 or not caps.any():
+        if not caps.any():
             return np.zeros_like(caps), 0
         total = min(budget, int(caps.sum()))
         if self.schedule is not None:
             known = self._survival[decodes] * (np.arange(self.depth) < caps[:, None])
-            total = min(total, max(0, self.schedule.budget(known, caps, len(decodes), delayed=self.delayed)))
+            free = self.delayed or not (self.judges_by_rejection and table.unseeded[decodes][caps > 0].any())
+            total = min(total, max(0, self.schedule.budget(known, caps, len(decodes), delayed=free)))
         if total == 0:
             return np.zeros_like(caps), 0
         for i, slot in enumerate(decodes.tolist()):
@@ -119,7 +124,11 @@ class DraftPlanner:
     def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
         """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""
         room = (samples > 0) & (tops + self.reserve <= self.max_model_len)
-        propose = bool(room.any()) and (self.schedule is None or self.schedule.drafts(int(room.sum())))
+        wanted = int(room.sum())
+        if wanted and self.schedule is not None:
+            fresh = int((self._last_turn[slots[room]] == 0).sum())
+            room = self._chosen(room, slots, self.schedule.drafts(wanted, fresh))
+        propose = bool(room.any())
         if propose and self.reserve:
             for i in np.nonzero(room)[0].tolist():
                 slot, wanted = int(slots[i]), int(tops[i]) + self.reserve
@@ -130,9 +139,20 @@ class DraftPlanner:
         self._offered[:] = False
         if propose:
             self._offered[slots[room]] = True
+            self._turns += 1
+            self._last_turn[slots[room]] = self._turns
         floating = self.slots.slack[slots] > 0
         rejects = self.slots.unseeded[slots] if self.judges_by_rejection else None
         return DraftTurn(caps=caps, total=total, floating=floating, room=room, propose=propose, rejects=rejects)
+
+    def _chosen(self, room: Array, slots: Array, count: int) -> Array:
+        """``count`` of the requests that have room, those first whose last turn is longest ago."""
+        if count >= int(room.sum()):
+            return room
+        order = np.argsort(np.where(room, self._last_turn[slots], np.iinfo(np.int64).max), kind="stable")
+        chosen = np.zeros_like(room)
+        chosen[order[: max(count, 0)]] = True
+        return chosen
 
     def known(self, slots: Array, chances: Array) -> None:
         """The survival of newly made drafts, ``[R, n]`` of these slots, has become known to the host."""
@@ -148,3 +168,4 @@ class DraftPlanner:
         """Another sequence took the slot: nothing is known of its drafts, so they count as certain."""
         self._offered[slot] = False
         self._survival[slot] = 1.0
+        self._last_turn[slot] = 0

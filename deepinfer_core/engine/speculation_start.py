@@ -69,8 +69,10 @@ def open_speculation(
         sampler=runner.sampler,
         append=runner.ops.append_tokens.run,
         layouts=runner.block_layouts,
+        cache=planner.cache,
         caches=module_caches(planned.module, runner.layer_caches),
         taps=() if own is None else own.taps,
+        keep=getattr(module, "keep", torch.clone),
         depth=depth,
         token_limit=runner.token_limit,
         slots=planner.slots.slots,
@@ -92,27 +94,34 @@ def step_sizes(largest: int) -> list[int]:
     return sorted(sizes)
 
 
+PROBE_CONTEXT = 256
+"""Tokens before each row of a measured step, where the longest context is longer."""
+
+
 class StepProbe:
-    """Measures the target on rows that belong to nobody: they write to the null block."""
+    """Measures the target on rows that belong to nobody: they read and write the null block."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._context = min(PROBE_CONTEXT, runner.cache.max_model_len - 1)
+        self._tokens = np.random.default_rng(0)  # other ones each time, since other tokens use other experts
 
     def seconds(self, rows: int) -> float:
         """Seconds of one step with so many decode rows, after the inputs are there: forward pass and logits."""
         runner = self._runner
         counts = np.ones(rows, np.int64)
         caches = runner.target_caches
-        tables = {name: np.zeros((rows, 1), np.int32) for name in caches}
+        tables = {name: np.zeros((rows, runner.cache.blocks_for(self._context + 1)), np.int32) for name in caches}
 
         def work() -> float:
             with torch.inference_mode():
-                layouts = runner.block_layouts(BlockRows(starts=counts * 0, counts=counts, tables=tables))
+                starts = counts * self._context
+                layouts = runner.block_layouts(BlockRows(starts=starts, counts=counts, tables=tables))
                 positions = next(iter(layouts.values())).positions if layouts else None
                 upload = runner.device.upload
                 batch = ModelBatch(
-                    token_ids=upload(np.arange(rows) % runner.token_limit),
-                    positions=upload(counts * 0) if positions is None else positions,
+                    token_ids=upload(self._tokens.integers(runner.token_limit, size=rows)),
+                    positions=upload(starts) if positions is None else positions,
                     layouts=layouts,
                     caches=caches,
                 )
@@ -129,6 +138,7 @@ def cost_key(planned: PlannedEngine, checkpoint: Checkpoint) -> dict[str, str]:
     plan = planned.plan
     return {
         "model": str(checkpoint.path),
+        "context": str(PROBE_CONTEXT),
         "architecture": planned.spec.architecture,
         "dtype": planned.spec.dtype,
         "device": f"{plan.accelerator} {plan.device.get('arch', '')}",

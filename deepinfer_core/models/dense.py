@@ -7,7 +7,7 @@ some layers to a sliding window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -355,9 +355,13 @@ class DenseModel:
         return self.forward_tapped(batch, plan, ())[0]
 
     def forward_tapped(
-        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int]
+        self,
+        batch: ModelBatch,
+        plan: dict[str, Any],
+        taps: Sequence[int],
+        keep: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """What :meth:`forward` returns, and the residual sum ``[T, hidden]`` leaving each layer in ``taps``."""
+        """What :meth:`forward` returns, and ``keep`` of the residual sums ``[T, hidden]`` leaving layers ``taps``."""
         ops, gate, tapped = self.ops, self._gated, {}
         residual = ops.embedding.run(batch.token_ids, self.embedding_weight)
         x = ops.norm.run(residual, self.layers[0].input_norm)
@@ -369,7 +373,7 @@ class DenseModel:
             last = index + 1 == len(self.layers)
             x, residual = ops.norm.add(x, residual, self.final_norm if last else self.layers[index + 1].input_norm)
             if index in taps:
-                tapped[index] = residual.clone()  # the next layer may overwrite it
+                tapped[index] = keep(residual)  # the next layer may overwrite it
         return x, [tapped[index] for index in taps]
 
     def _attention(self, x: torch.Tensor, layer: DenseLayer, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:

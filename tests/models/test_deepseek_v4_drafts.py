@@ -132,7 +132,7 @@ class Drafter:
     def inject(self, taps: list[torch.Tensor], start: int, end: int, request: int = 0) -> None:
         batch = self.stepper.batch([(request, TOKENS[start:end], start)])
         with torch.inference_mode():
-            self.model.inject([tap[start:end] for tap in taps], batch, self.model.plan(batch))
+            self.model.inject([self.model.keep(tap[start:end]) for tap in taps], batch, self.model.plan(batch))
 
     def draft(self, *at: tuple[int, int, int]) -> Any:
         """``(request, newest token, its position)`` of each request."""

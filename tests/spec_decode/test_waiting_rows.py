@@ -1,7 +1,12 @@
-"""Rows that wait leave the caches as rows absorbed at once would: by a log of writes."""
+"""Rows that wait leave what a draft may read as rows absorbed at once would, and no more of them are kept than that."""
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -9,59 +14,130 @@ from deepinfer_spec_decode.waiting import WaitingRows, last_of_each
 
 from deepinfer_core.api import ModelBatch, StepLayout
 
-BLOCK, SLOTS = 4, 40
+BLOCK, BLOCKS, WIDTH = 4, 12, 4
 
 
-def step(rng: np.random.Generator, count: int) -> tuple[ModelBatch, torch.Tensor]:
-    """A step that writes random values to random places, one row each; blocks 1 and up belong to requests."""
-    slots = torch.from_numpy(rng.permutation(np.arange(BLOCK, SLOTS))[:count])
-    none = torch.zeros(0, dtype=torch.int32)
-    layout = StepLayout(
-        block_size=BLOCK,
-        cu_seqlens=none,
-        seq_lens=none,
-        positions=torch.from_numpy(rng.integers(0, 99, count)),
-        block_table=none,
-        slot_mapping=slots,
-        host_query_lens=np.zeros(0, np.int32),
-        host_seq_lens=np.zeros(0, np.int32),
-        max_query_len=0,
-        max_seq_len=0,
-    )
-    ids = torch.from_numpy(rng.integers(0, 99, count))
-    batch = ModelBatch(token_ids=ids, positions=layout.positions, layouts={"a": layout}, caches={})
-    return batch, torch.from_numpy(rng.random((count, 2)))
+@attrs.define
+class Owner:
+    """A request: its blocks, and how many tokens of it were run."""
+
+    blocks: list[int]
+    length: int = 0
 
 
-def keep(cache: torch.Tensor, batch: ModelBatch, values: torch.Tensor) -> None:
+class Pool:
+    """Requests that come, grow, take rows back, and go; blocks that are used again at once."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.free = list(range(1, BLOCKS))
+        self.owners: list[Owner] = []
+        self.found: set[int] = set()
+        self.made = 0
+
+    def readable(self, group: str, blocks: Any) -> Any:
+        assert group == "a"
+        alive = self.found | {b for owner in self.owners for b in owner.blocks}
+        return np.array([b in alive for b in blocks.tolist()])
+
+    def step(self, drafting: str) -> tuple[Any, ModelBatch, list[torch.Tensor], list[Owner]]:
+        """Some rows of each request, and the requests that are drafted for."""
+        if self.owners and self.rng.random() < 0.15:
+            gone = self.owners.pop(self.rng.randrange(len(self.owners)))
+            kept = gone.blocks if self.rng.random() < 0.3 else []
+            self.found |= set(kept)
+            self.free += [b for b in gone.blocks if b not in kept]
+        if self.found and self.rng.random() < 0.3:
+            self.free.append(self.found.pop())
+        while self.free and (len(self.owners) < 2 or self.rng.random() < 0.2):
+            self.owners.append(Owner([self.free.pop()]))
+        places, ids = [], []
+        for owner in self.owners:
+            owner.length -= self.rng.randrange(min(3, owner.length) + 1)  # rejected drafts
+            for _ in range(self.rng.choice([1, 1, 1, 6])):
+                if owner.length == len(owner.blocks) * BLOCK:
+                    if not self.free or len(owner.blocks) == WIDTH:
+                        break
+                    owner.blocks.append(self.free.pop())
+                places.append(owner.blocks[owner.length // BLOCK] * BLOCK + owner.length % BLOCK)
+                ids.append(self.made)
+                owner.length += 1
+                self.made += 1
+        some = self.rng.randrange(1, len(self.owners) + 1)
+        chosen = {"none": [], "few": self.owners[:1], "all": self.owners, "some": self.owners[:some]}[drafting]
+        slots = torch.tensor(places, dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int32)
+        layout = StepLayout(
+            block_size=BLOCK,
+            cu_seqlens=none,
+            seq_lens=none,
+            positions=slots,
+            block_table=none,
+            slot_mapping=slots,
+            host_query_lens=np.zeros(len(self.owners), np.int32),
+            host_seq_lens=np.zeros(0, np.int32),
+            max_query_len=0,
+            max_seq_len=0,
+        )
+        made = torch.tensor(ids, dtype=torch.int64)
+        batch = ModelBatch(token_ids=made, positions=made + 1, layouts={"a": layout}, caches={})
+        table = np.zeros((len(chosen), WIDTH), np.int32)
+        for row, owner in zip(table, chosen, strict=True):
+            row[: len(owner.blocks)] = owner.blocks
+        step = SimpleNamespace(
+            host_anchors=np.zeros(len(chosen)),
+            places={"a": np.array(places, np.int64)},
+            tables={"a": table},
+            readable=self.readable,
+        )
+        return step, batch, [made[:, None].double().repeat(1, 2)], chosen
+
+
+def keep(cache: torch.Tensor, batch: ModelBatch, values: list[torch.Tensor]) -> None:
     """What a row leaves depends on all that waits: its token, its position, its value."""
-    rows = torch.cat((values, batch.token_ids[:, None], batch.positions[:, None]), 1)
+    rows = torch.cat((values[0], batch.token_ids[:, None], batch.positions[:, None]), 1)
     cache[batch.layouts["a"].slot_mapping] = rows
 
 
-@pytest.mark.parametrize("limit", [0, 7, 1000])
-def test_a_log_of_writes(limit: int) -> None:
-    rng = np.random.default_rng()
-    at_once, later = (torch.full((SLOTS, 4), torch.nan, dtype=torch.float64) for _ in range(2))
-    waiting, largest = WaitingRows(limit), 0
-    for _ in range(30):
-        batch, values = step(rng, int(rng.integers(0, 9)))
+@pytest.mark.parametrize("limit", [0, 7 * 16, 10**6])
+@pytest.mark.parametrize("least", [1, 16])
+def test_what_a_draft_may_read_is_there(limit: int, least: int) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    at_once, later = (torch.full((BLOCKS * BLOCK, 4), torch.nan, dtype=torch.float64) for _ in range(2))
+    pool, waiting = Pool(rng), WaitingRows(limit, least)
+    for _ in range(400):
+        step, batch, values, chosen = pool.step(rng.choice(["none"] * 6 + ["few", "all", "some"]))
         keep(at_once, batch, values)
-        waiting.add(batch, [values])
-        largest = max(largest, waiting.count)
-        if waiting.full or rng.random() < 0.1:
-            taken = waiting.take()
-            if taken is not None:
-                keep(later, taken[0], taken[1][0])
+        for rows, kept in waiting.due(step, batch, values):
+            keep(later, rows, kept)
+        for owner in chosen:
+            read = [owner.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(owner.length)]
+            torch.testing.assert_close(later[read], at_once[read], rtol=0, atol=0)
+        if len(chosen) == len(pool.owners):
             assert waiting.count == 0
-    taken = waiting.take()
-    if taken is not None:
-        keep(later, taken[0], taken[1][0])
-    assert largest <= limit + 8
-    torch.testing.assert_close(later[BLOCK:], at_once[BLOCK:], rtol=0, atol=0, equal_nan=True)
-    assert waiting.take() is None
 
 
-def test_only_the_last_row_of_a_place_is_kept() -> None:
+def test_no_more_is_kept_than_may_be_read() -> None:
+    """However long nobody drafts: a place is kept once, and blocks that nobody reads are forgotten."""
+    rng = random.Random()
+    pool, waiting, absorbed = Pool(rng), WaitingRows(10**9, least=8), 0
+    for _ in range(1000):
+        absorbed += len(waiting.due(*pool.step("none")[:3]))
+    assert absorbed == 0
+    assert waiting.count <= 4 * BLOCKS * BLOCK
+    assert pool.made > 2000
+
+
+def test_rows_said_to_lie_nowhere_are_not_kept() -> None:
+    step, batch, values, _ = Pool(random.Random(1)).step("none")
+    step.places["a"][1:] %= BLOCK
+    waiting = WaitingRows()
+    assert waiting.due(step, batch, values) == []
+    assert waiting.count == 1
+
+
+def test_only_the_last_row_of_a_place_is_written() -> None:
     slots = torch.tensor([9, 5, 9, 2, 5, 9])
     assert last_of_each(slots, 4).tolist() == [1, 1, 1, 2, 5, 9]

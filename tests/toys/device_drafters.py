@@ -127,8 +127,8 @@ class OddSchedule:
     def budget(self, survival: Any, caps: Any, rows: int, *, delayed: bool) -> int:
         return self.random.choice([-1, 0, 1, 2, 5, 10**6])
 
-    def drafts(self, requests: int) -> bool:
-        return self.random.random() < 0.8
+    def drafts(self, requests: int, fresh: int) -> int:
+        return self.random.choice([requests, requests, self.random.randrange(-1, requests + 2)])
 
     def allocate(self, survival: Any, caps: Any, total: int) -> Any:
         order = list(range(len(caps)))

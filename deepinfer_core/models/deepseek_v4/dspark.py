@@ -97,15 +97,19 @@ class DeepseekV4DSpark:
         """What :meth:`inject` needs of a step: it attends to nothing."""
         return {"rope_window": self.ops.rope_window.plan(batch.positions)}
 
+    def keep(self, streams: torch.Tensor) -> torch.Tensor:
+        """What this module reads of ``[T, M, hidden]`` streams leaving a target layer: their mean, ``[T, hidden]``."""
+        return streams.mean(1)
+
     def inject(self, taps: Sequence[torch.Tensor], batch: ModelBatch, plan: dict[str, Any]) -> None:
         """Keep what later drafts attend to, for positions the main model has processed and accepted.
 
         Args:
-            taps: ``[T, M, hidden]`` leaving each of the target layers (``DeepseekV4Model.streams``).
+            taps: ``[T, hidden]``, :meth:`keep` of the streams leaving each of the target layers.
             batch: the rows' positions and this module's layouts; the token ids are not read.
         """
         ops, c = self.ops, self.config
-        features = torch.cat([tap.mean(1) for tap in taps], dim=-1)
+        features = torch.cat(list(taps), dim=-1)
         x = ops.norm.run(ops.main_proj.run(features, self.parts["main_proj"]), self.parts["main_norm"])
         for block in self.blocks:
             attention = block.attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from .tensors import StoredFormats, draft_tensors, tensor_specs, tensors_here
 from .weights import Loader
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
+
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""What a drafter keeps of streams that the next layer may overwrite: a copy, or less."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -92,16 +95,16 @@ class DeepseekV4Model:
         return self.collapse(self.streams(batch, plan)[0])
 
     def forward_tapped(
-        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int]
+        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int], keep: Keep = torch.clone
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """What :meth:`forward` returns, and the streams ``[T, M, hidden]`` leaving each layer in ``taps``."""
-        streams, tapped = self.streams(batch, plan, taps)
+        """What :meth:`forward` returns, and ``keep`` of the ``[T, M, hidden]`` streams that leave layers ``taps``."""
+        streams, tapped = self.streams(batch, plan, taps, keep)
         return self.collapse(streams), tapped
 
     def streams(
-        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int] = ()
+        self, batch: ModelBatch, plan: dict[str, Any], taps: Sequence[int] = (), keep: Keep = torch.clone
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The final streams ``[T, M, hidden]``, and those leaving each layer named in ``taps``: what drafters read."""
+        """The final streams ``[T, M, hidden]``, and what is kept of those leaving each layer in ``taps``."""
         h = self.ops.embedding.run(batch.token_ids, self.ends.embedding)
         h = h[:, None].repeat(1, self.config.streams, 1)
         tapped: dict[int, torch.Tensor] = {}
@@ -109,7 +112,7 @@ class DeepseekV4Model:
             h = block.run(h, batch, plan)
             if layer in taps:
                 # The next layer may overwrite its input.
-                tapped[layer] = h.clone()
+                tapped[layer] = keep(h)
         return h, [tapped[layer] for layer in taps]
 
     def collapse(self, streams: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def gain(seen: Array, requests: int, cost: Cost, drafting: float) -> float:
     chances = -np.sort(-seen[repeated].reshape(-1, requests * n), axis=1)
     expected = requests + np.pad(np.cumsum(chances, axis=1), ((0, 0), (1, 0)))
     seconds = cost(requests + np.arange(requests * n + 1))
-    best = (expected / seconds).argmax(axis=1)
+    best = (expected / (seconds + drafting)).argmax(axis=1)
     tokens = float(np.take_along_axis(expected, best[:, None], 1).sum())
     spent = float(seconds[best].sum()) + len(best) * drafting
     return tokens / spent * float(seconds[0]) / requests

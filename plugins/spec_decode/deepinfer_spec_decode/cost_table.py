@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,16 @@ from deepinfer_core.api import VerifyCost
 Array = np.ndarray[Any, Any]
 
 TIMED = 5
-"""Runs of each size after one to warm up; the fastest and the slowest are left out."""
+"""Runs of each size, after two to warm up."""
 
-MIN_SAMPLES = 10
-KEPT = 200
-"""Steps of one size that a correction is the median of, at most."""
+KEPT = 256
+"""Steps that a correction is fitted to, at most; once for as many new ones as:"""
+FIT_EACH = 8
+FIT_ROUNDS = 8
+LEAST_ERROR = 0.01
+"""Relative errors below it count alike."""
+SPREAD = 1.1
+"""Of rows a second between the steps fitted to, for a slope to be told from a factor."""
 DRAFT_SAMPLES = 9
 LEAST_SHARE = 0.25
 """Of the measured cost that a correction leaves."""
@@ -32,21 +36,26 @@ def measure_table(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[int, float]]:
-    """``(rows, seconds of a step)``, ascending. Stops before a size that would pass the time allowed, after two sizes
-    at least, and at one that does not fit the memory."""
-    table: list[tuple[int, float]] = []
+    """``(rows, seconds of a step)``, ascending.
+
+    The sizes take turns, so that a while of other work on the machine slows all of them and not one; of each the
+    fastest counts. Two runs warm up; sizes are left out from the first on that would pass the time allowed, after two
+    sizes at least, or that does not fit the memory.
+    """
+    sizes: list[int] = []
     started = clock()
+    warm = 0.0
     for count in rows:
-        spent = clock() - started
-        if len(table) >= 2 and spent + (TIMED + 1) * table[-1][1] * count / table[-1][0] > seconds:
+        if len(sizes) >= 2 and (TIMED + 1) * (clock() - started + warm * count / sizes[-1]) > seconds:
             break
         try:
             measure(count)
-            timed = sorted(measure(count) for _ in range(TIMED))
+            warm = measure(count)
         except MemoryError:
             break
-        table.append((count, mean(timed[1:-1])))
-    return table
+        sizes.append(count)
+    turns = [[measure(count) for count in sizes] for _ in range(TIMED)]
+    return [(count, min(times)) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)]
 
 
 class StepCosts:
@@ -56,7 +65,7 @@ class StepCosts:
     with more rows: a size that took longer than a larger one was disturbed, and costs at most what that one does.
     What steps really take corrects it: a factor where all are slower, as beside other work, and seconds for each row,
     since contexts are longer than those of the measurement. Steps of one size alone cannot tell them apart: then it is
-    the factor, which leaves open what more rows cost over fewer. ``version`` counts what was learned.
+    the factor, which leaves open what more rows cost over fewer. ``fits`` counts corrections.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
@@ -65,13 +74,15 @@ class StepCosts:
         self.rows = np.array([row for row, _ in table], np.float64)
         seconds = np.array([cost for _, cost in table], np.float64)
         self.seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        self._residuals: dict[int, deque[float]] = {}
-        self._counts: dict[int, int] = {}
-        self._medians: dict[int, float] = {}
+        self._steps: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._since_fit = 0
         self._drafts: dict[int, deque[float]] = {}
-        self._drafted = False
+        self._rough: dict[int, float] = {}
+        self._seen_drafting: set[int] = set()
+        self._drafted_before = False
+        self._depth = 1
         self._factor, self._slope = 1.0, 0.0
-        self.version = 0
+        self.fits = 0
 
     def __call__(self, rows: Array) -> Array:
         """``[m]`` rows -> ``[m]`` seconds, corrected."""
@@ -91,15 +102,15 @@ class StepCosts:
     def drafting(self, requests: int) -> float:
         """Seconds of drafting for so many requests: the median of the last times, 0 before the second.
 
-        Where there are none for just so many, those of the nearest number, scaled as the target's own steps scale.
+        Where there are none for just so many, those of the nearest number, scaled as a target's step of as many rows
+        as are drafted.
         """
-        if requests in self._drafts:
-            return median(self._drafts[requests])
-        if not self._drafts:
+        known = self._rough | {count: median(times) for count, times in self._drafts.items()}
+        if not known:
             return 0.0
-        nearest = min(self._drafts, key=lambda known: abs(math.log(known / requests)))
-        known, wanted = self(np.array([nearest, requests]))
-        return float(median(self._drafts[nearest]) * wanted / known)
+        nearest = min(known, key=lambda count: max(count / requests, requests / count))
+        before, wanted = self.measured(self._depth * np.array([nearest, requests]))
+        return float(known[nearest] * wanted / before) * self._factor
 
     @property
     def slope(self) -> float:
@@ -108,33 +119,57 @@ class StepCosts:
 
     def observe(self, cost: VerifyCost) -> None:
         """Learn from a step. Steps with prompt rows tell nothing about rows that decode."""
-        if cost.drafted and not self._drafted:
-            self._drafted = True  # the first time also builds what later ones find built
-        elif cost.drafted:
-            self._drafts.setdefault(cost.drafted, deque(maxlen=DRAFT_SAMPLES)).append(cost.draft_seconds)
-            self.version += 1
+        self._learn_drafting(cost)
         if not cost.decode or cost.rows == 0:
             return
-        kept = self._residuals.setdefault(cost.rows, deque(maxlen=KEPT))
-        kept.append(cost.target_seconds)
-        count = self._counts[cost.rows] = self._counts.get(cost.rows, 0) + 1
-        if count % MIN_SAMPLES == 0:
-            self._medians[cost.rows] = median(kept)
-            self._factor, self._slope = self._fitted()
-            self.version += 1
+        self._steps.append((cost.rows, cost.target_seconds))
+        self._since_fit += 1
+        if self._since_fit >= FIT_EACH:
+            self._fit()
 
-    def _fitted(self) -> tuple[float, float]:
-        """Factor and slope with the least squared error relative to the measured costs, neither below its least."""
-        rows = np.array(sorted(self._medians), np.float64)
+    def _learn_drafting(self, cost: VerifyCost) -> None:
+        """What drafting cost, as it would where the table was measured.
+
+        The step it was part of tells how busy the machine is just then: what the target takes is the median of many
+        steps, and must not be compared with drafting at another time. The first drafting for so many requests also
+        builds what later ones find built. One after a pause also catches up, one beside prompts absorbs these: without
+        that they are rough times, for as long as there are no others.
+        """
+        count, paused = cost.drafted, not self._drafted_before
+        self._drafted_before = bool(count)
+        if not count:
+            return
+        if count not in self._seen_drafting:
+            self._seen_drafting.add(count)
+            return
+        if cost.chances is not None:
+            self._depth = cost.chances.shape[1]
+        load = self._factor
+        if cost.decode and cost.rows and self.fits:
+            load *= cost.target_seconds / float(self(np.array([cost.rows]))[0])
+        if paused or not cost.decode:
+            self._rough[count] = (cost.draft_seconds - cost.absorb_seconds) / load
+        else:
+            self._drafts.setdefault(count, deque(maxlen=DRAFT_SAMPLES)).append(cost.draft_seconds / load)
+
+    def _fit(self) -> None:
+        """Factor and slope with the least absolute error, relative to the measured costs (so that some disturbed steps
+        do no harm), by reweighted least squares. Sizes too much alike leave the slope as it was."""
+        self._since_fit = 0
+        rows, found = np.array(self._steps, np.float64).T
         plain = self.measured(rows)
-        found = np.array([self._medians[int(r)] for r in rows])
-        if len(rows) == 1:
-            return max(float(found[0] / plain[0]), LEAST_SHARE), 0.0
         share, ratio = rows / plain, found / plain
-        spread = float(((share - share.mean()) ** 2).sum())
-        slope = float(((share - share.mean()) * (ratio - ratio.mean())).sum()) / spread if spread else 0.0
-        slope = max(slope, 0.0)
-        factor = float((ratio - slope * share).mean())
-        if factor < LEAST_SHARE:
-            return LEAST_SHARE, max(0.0, float((share * (ratio - LEAST_SHARE)).sum() / (share**2).sum()))
-        return factor, slope
+        alike = share.max() < SPREAD * share.min()
+        factor, slope = float(np.median(ratio - self._slope * share)), self._slope
+        for _ in range(0 if alike else FIT_ROUNDS):
+            weight = 1 / np.maximum(np.abs(ratio - factor - slope * share), LEAST_ERROR)
+            weight /= weight.sum()
+            away = share - (weight * share).sum()
+            spread = float((weight * away**2).sum())
+            slope = max(float((weight * away * ratio).sum()) / spread, 0.0) if spread else 0.0
+            factor = float((weight * (ratio - slope * share)).sum())
+            if factor < LEAST_SHARE:
+                factor = LEAST_SHARE
+                slope = max(0.0, float((weight * share * (ratio - factor)).sum() / (weight * share**2).sum()))
+        self._factor, self._slope = max(factor, LEAST_SHARE), slope
+        self.fits += 1

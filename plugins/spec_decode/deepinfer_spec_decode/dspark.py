@@ -19,7 +19,7 @@ class BlockDrafter:
     """Injects what the target's layers say into the module's caches, then drafts from there.
 
     A module without a confidence head has as confidence how often its drafts were accepted. While nobody drafts, rows
-    wait and are injected together.
+    wait and are injected together, when a draft may read them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -34,10 +34,7 @@ class BlockDrafter:
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
-        self._waiting.add(step.rows, step.taps)
-        due = self._waiting.due(len(step.slots) > 0)
-        if due is not None:
-            rows, taps = due
+        for rows, taps in self._waiting.due(step, step.rows, step.taps):
             self._module.inject(taps, rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:

@@ -37,11 +37,9 @@ class MTPDrafter:
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
-        self._waiting.add(attrs.evolve(step.rows, token_ids=step.next_tokens()), step.taps)
-        due = self._waiting.due(len(step.slots) > 0)
-        if due is not None:
-            rows, taps = due
-            self._module.inject(taps[0], rows, self._module.plan_context(rows))
+        followed = attrs.evolve(step.rows, token_ids=step.next_tokens())
+        for rows, (streams,) in self._waiting.due(step, followed, step.taps):
+            self._module.inject(streams, rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:
         drafts = SpokenDrafts(step)

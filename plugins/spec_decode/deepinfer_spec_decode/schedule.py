@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from deepinfer_core.api import VerifyCost
 
-from .budget import allocate, early_stop_budget, gain, global_budget, usable
+from .budget import Cost, allocate, early_stop_budget, gain, global_budget, usable
 from .cost_cache import cache_directory, file_name, load, save
 from .cost_table import StepCosts, measure_table
 from .settings import Settings
@@ -20,33 +19,57 @@ Array = np.ndarray[Any, Any]
 
 SECONDS_TO_MEASURE = 4.0
 
-REMEMBERED = 8
-"""Drafts that are remembered at least: what is expected of the next ones."""
+ENOUGH = 8
+"""Drafts from which on what they say of the next ones is believed."""
+
+REMEMBERED = 32
+"""Of the last drafts, at least, while drafting goes on: one request's text is uneven."""
+
+ASKED_EACH = 4
+"""New drafts after which it is asked again whether drafting pays."""
+
+KEPT_WHEN_STOPPED = 4
+"""Of them: few, so that the next probe decides."""
+
+LONG_REMEMBERED = 256
+"""Of all drafts: what is expected where all requests are new."""
+
+PROBED = 4
+"""Requests that a probe drafts for, at most."""
 
 PROBE_SHARE = 0.01
-"""Of the time, at most, is spent on probes."""
+"""Of the time, at most, is spent on the drafts of probes, and as much again on those of new requests."""
+MOST_HALVINGS = 3
+"""Each probe in vain doubles the pause until the next, so many times at most."""
 
 
 class ConfidenceSchedule:
     """The :class:`DraftSchedule` of every drafter here.
 
     Whether to draft at all is asked of what was drafted lately: the survival of those drafts, for as many requests as
-    there are now, against the cost of verifying and of drafting. While that does not pay, a probe now and then finds
-    out whether the text has become easier: what was remembered is forgotten, so that the probe's drafts decide.
+    there are now, against the cost of verifying and of drafting. Where all requests are new, what was drafted for
+    others over a longer time says what to expect, until there are drafts of their own. Before anything is known, and
+    now and then while drafting does not pay, a few requests are drafted for to find out.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._idle = 0
-        self._learned = 0
         self._seen: deque[Array] = deque()
+        self._long: deque[Array] = deque(maxlen=LONG_REMEMBERED)
+        self._others = 0  # of those seen, how many stand for new requests
+        self._all_new = False
+        self._count = 0
+        self._on = True
+        self._idle_steps = 0
+        self._clock = 0.0  # seconds in steps
+        self._probed = self._new_probed = 0.0
+        self._in_vain = 0
         self._costs_began(StepCosts([(1, 1.0)]))
 
     def _costs_began(self, costs: StepCosts) -> None:
         self.costs = costs
-        self._asked: tuple[int, int, int] | None = None
+        self._asked: tuple[int, int] | None = None
         self._answer = True
-        self._pause = 0  # steps before a probe
 
     def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
         directory = cache_directory(self._settings.cost_cache)
@@ -62,20 +85,41 @@ class ConfidenceSchedule:
         return source
 
     def budget(self, survival: Array, caps: Array, rows: int, *, delayed: bool) -> int:
-        self._learn(survival, caps)
-        # What the drafts cost is spent; they are verified if that alone pays.
         search = global_budget if delayed else early_stop_budget
-        return search(survival, caps, rows, self.costs)
+        return search(survival, caps, rows, self._round_costs(rows))
 
-    def drafts(self, requests: int) -> bool:
+    def _round_costs(self, requests: int) -> Cost:
+        """Seconds of a round by its rows. While each step drafts for the next, that is part of every round."""
+        drafting = self.costs.drafting(requests) if self._on else 0.0
+        return lambda rows: self.costs(rows) + drafting
+
+    def drafts(self, requests: int, fresh: int) -> int:
+        few = min(requests, PROBED)
+        if self._count < ENOUGH:
+            return few
+        if fresh == requests and not self._all_new:
+            self._expect_others()
+        self._all_new = fresh == requests
         if self._pays(requests):
-            self._idle = 0
+            if not self._on:
+                self._began()
+            return requests
+        if self._on:
+            self._stopped()
+        self._idle_steps += 1
+        return few if self._probes(self.costs.drafting(few)) else 0
+
+    def _probes(self, seconds: float) -> bool:
+        """Whether to find out now: at the first step of new requests, or after a while, as far as the share goes."""
+        if self._all_new and PROBE_SHARE * (self._clock - self._new_probed) >= seconds:
+            self._new_probed = self._clock
             return True
-        self._idle += 1
-        if self._idle < self._pause:
+        rarer: int = 2 ** min(self._in_vain, MOST_HALVINGS)
+        due = PROBE_SHARE * (self._clock - self._probed)
+        if self._idle_steps < rarer * self._settings.probe_steps or due < rarer * seconds:
             return False
-        self._idle = 0
-        self._seen.clear()
+        self._idle_steps, self._probed = 0, self._clock
+        self._in_vain += 1
         return True
 
     def allocate(self, survival: Array, caps: Array, total: int) -> Array:
@@ -83,26 +127,48 @@ class ConfidenceSchedule:
 
     def observe(self, cost: VerifyCost) -> None:
         self.costs.observe(cost)
+        self._clock += cost.target_seconds + cost.draft_seconds
+        if cost.chances is not None and len(cost.chances):
+            self._learn(cost.chances)
 
-    def _learn(self, survival: Array, caps: Array) -> None:
-        """Remember drafts of full length; those that count as certain are not known yet."""
-        whole = (np.asarray(caps) == survival.shape[1]) & ~(survival == 1.0).all(1)
-        if not whole.any():
-            return
-        self._seen.append(usable(survival[whole], np.asarray(caps)[whole]))
-        while sum(map(len, self._seen)) - len(self._seen[0]) >= REMEMBERED:
+    def _began(self) -> None:
+        self._on, self._in_vain = True, 0
+
+    def _stopped(self) -> None:
+        self._on = False
+        self._idle_steps, self._probed = 0, self._clock
+        self._shorten(KEPT_WHEN_STOPPED)
+
+    def _shorten(self, most: int) -> None:
+        for _ in range(len(self._seen) - most):
             self._seen.popleft()
-        self._learned += 1
+            self._others = max(0, self._others - 1)
+
+    def _expect_others(self) -> None:
+        """Forget what the requests before said of their text; a few drafts of all requests stand for the new ones."""
+        self._asked = None
+        self._seen.clear()
+        every = max(1, len(self._long) // KEPT_WHEN_STOPPED)
+        ranked = sorted(self._long, key=lambda chances: float(chances.sum()))
+        self._seen.extend(ranked[every // 2 :: every][:KEPT_WHEN_STOPPED])
+        self._others = len(self._seen)
+
+    def _learn(self, chances: Array) -> None:
+        """``[R, n]`` survival of new drafts."""
+        self._long.extend(usable(chances, np.full(len(chances), chances.shape[1])))
+        self._seen.extend(usable(chances, np.full(len(chances), chances.shape[1])))
+        if len(self._seen) - self._others >= ENOUGH:
+            for _ in range(self._others):
+                self._seen.popleft()
+            self._others = 0
+        most = max(REMEMBERED if self._on else KEPT_WHEN_STOPPED, len(chances))
+        self._shorten(most)
+        self._count += len(chances)
 
     def _pays(self, requests: int) -> bool:
-        """Whether drafting is expected to; it is before anything is known."""
-        if not self._seen:
-            return True
-        asked = (requests, self._learned, self.costs.version)
+        """Whether drafting is expected to."""
+        asked = (requests, self._count // ASKED_EACH)
         if self._asked != asked:
-            drafting = self.costs.drafting(requests)
             self._asked = asked
-            self._answer = gain(np.concatenate(self._seen), requests, self.costs, drafting) > 1.0
-            step = float(self.costs(np.array([requests]))[0])
-            self._pause = max(self._settings.probe_steps, math.ceil(drafting / (PROBE_SHARE * max(step, 1e-9))))
+            self._answer = gain(np.stack(self._seen), requests, self.costs, self.costs.drafting(requests)) > 1.0
         return self._answer
