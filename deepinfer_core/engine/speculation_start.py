@@ -99,11 +99,15 @@ PROBE_CONTEXT = 256
 
 
 class StepProbe:
-    """Measures the target on rows that belong to nobody: they read and write the null block."""
+    """Measures the target on rows that belong to nobody, before any request: they read what lies in free blocks and
+    write to the null block."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._context = min(PROBE_CONTEXT, runner.cache.max_model_len - 1)
+        cache = runner.cache
+        free = min((group.pool.num_usable for group in cache.groups.values()), default=0)
+        self._blocks = min(free, min(PROBE_CONTEXT, cache.max_model_len - 1) // cache.block_size)
+        self._context = self._blocks * cache.block_size
         self._tokens = np.random.default_rng(0)  # other ones each time, since other tokens use other experts
 
     def seconds(self, rows: int) -> float:
@@ -111,7 +115,8 @@ class StepProbe:
         runner = self._runner
         counts = np.ones(rows, np.int64)
         caches = runner.target_caches
-        tables = {name: np.zeros((rows, runner.cache.blocks_for(self._context + 1)), np.int32) for name in caches}
+        read = np.append(np.arange(1, self._blocks + 1), 0).astype(np.int32)
+        tables = {name: np.repeat(read[None], rows, axis=0) for name in caches}
 
         def work() -> float:
             with torch.inference_mode():
