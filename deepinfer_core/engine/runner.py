@@ -39,7 +39,8 @@ from .prompt_logprobs import PromptRows, prompt_rows
 from .sampler import LogprobRows, Sampled, Sampler, stage_order
 from .slot_needs import SlotNeeds
 from .slot_table import SlotTable
-from .speculation_device import BlockRows, DraftRuntime, TargetRows, judged_rows
+from .speculation import judged_rows
+from .speculation_device import BlockRows, DraftRuntime, TargetRows
 from .step_inputs import DraftInputs, Snapshot, StepInputs, snapshot, step_inputs
 from .step_plan import StepPlan
 

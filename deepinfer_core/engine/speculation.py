@@ -47,6 +47,31 @@ def last_tokens(plan: StepPlan, tokens: np.ndarray[Any, Any], accepted: np.ndarr
     return newest
 
 
+def judged_places(plan: StepPlan) -> list[tuple[int, int]]:
+    """``(slot, number of the draft)`` of the rows that :func:`judged_rows` names, in its order."""
+    assert plan.rejects is not None
+    return [
+        (slot, j)
+        for slot, rejects in zip(plan.slots.tolist(), plan.rejects.tolist(), strict=True)
+        if rejects
+        for j in range(len(plan.drafts.get(slot, ())))
+    ]
+
+
+def judged_rows(plan: StepPlan) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Sampled rows of requests under the rejection rule that a draft follows, and those drafts: ``[J]`` int64 each."""
+    rows: list[int] = []
+    drafts: list[int] = []
+    if plan.rejects is not None and plan.drafts:
+        first = (np.cumsum(plan.samples) - plan.samples).tolist()
+        for slot, row, rejects in zip(plan.slots.tolist(), first, plan.rejects.tolist(), strict=True):
+            tokens = plan.drafts.get(slot) if rejects else None
+            if tokens is not None:
+                rows += range(row, row + len(tokens))
+                drafts += tokens.tolist()
+    return np.array(rows, np.int64), np.array(drafts, np.int64)
+
+
 class Speculator:
     """One drafter in use. Whatever it does wrong costs drafts, never a request."""
 

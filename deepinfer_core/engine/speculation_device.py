@@ -31,7 +31,7 @@ from deepinfer_core.api import (
 
 from .kv_cache import KVCache
 from .sampler import Sampler
-from .speculation import accepted_drafts, last_tokens
+from .speculation import accepted_drafts, judged_places, judged_rows, last_tokens
 from .speculation_plan import DraftTurn, first_come, survival
 from .step_plan import StepPlan
 
@@ -189,7 +189,7 @@ class DraftRuntime:
         kept = None
         if scores is not None:
             assert pending is not None
-            index = np.array([pending.row[slot] * scores.shape[1] + j for slot, j in _judged_places(plan)], np.int64)
+            index = np.array([pending.row[slot] * scores.shape[1] + j for slot, j in judged_places(plan)], np.int64)
             kept = scores.flatten(0, 1)[self.device.upload(index)]
         return JudgedRows(rows=self.device.upload(rows), drafts=self.device.upload(drafts), scores=kept)
 
@@ -391,28 +391,3 @@ class DraftRuntime:
             scores=proposal.scores,
         )
         return Proposed(slots=slots, chances=chances)
-
-
-def _judged_places(plan: StepPlan) -> list[tuple[int, int]]:
-    """``(slot, number of the draft)`` of the rows that :func:`judged_rows` names, in its order."""
-    assert plan.rejects is not None
-    return [
-        (slot, j)
-        for slot, rejects in zip(plan.slots.tolist(), plan.rejects.tolist(), strict=True)
-        if rejects
-        for j in range(len(plan.drafts.get(slot, ())))
-    ]
-
-
-def judged_rows(plan: StepPlan) -> tuple[Array, Array]:
-    """Sampled rows of requests under the rejection rule that a draft follows, and those drafts: ``[J]`` int64 each."""
-    rows: list[int] = []
-    drafts: list[int] = []
-    if plan.rejects is not None and plan.drafts:
-        first = (np.cumsum(plan.samples) - plan.samples).tolist()
-        for slot, row, rejects in zip(plan.slots.tolist(), first, plan.rejects.tolist(), strict=True):
-            tokens = plan.drafts.get(slot) if rejects else None
-            if tokens is not None:
-                rows += range(row, row + len(tokens))
-                drafts += tokens.tolist()
-    return np.array(rows, np.int64), np.array(drafts, np.int64)
