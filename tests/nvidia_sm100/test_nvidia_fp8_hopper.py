@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_every_tile_and_every_time() -> None:
 
 
 def test_what_the_other_kernel_computes() -> None:
-    """Both add in the same order: the same bits."""
+    """Both add in the same order."""
     parts, _ = weights((1000,), 2048)
     packed = pack(request(1000, 2048, "bfloat16"), DEVICE, parts, None)
     x = inputs(300, 2048, "bfloat16")

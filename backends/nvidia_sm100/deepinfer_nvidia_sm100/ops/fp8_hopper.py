@@ -80,7 +80,7 @@ def _copy(
 
 @gluon.jit
 def _scaled(product, scale, acc):
-    """``acc + product * scale``, in assembly so that it is done before the next product starts, which needs the registers."""
+    """``acc + product * scale``, in assembly: it is done before the next product starts, which needs the registers."""
     wide, _ = gl.broadcast(scale[:, None], product)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, wide, acc], dtype=gl.float32, is_pure=False, pack=1
@@ -200,8 +200,8 @@ def fp8_hopper_kernel(
 ):  # fmt: skip
     """Grid (programs). Descriptors ``x [M, K]`` and ``weight [N, K]`` of blocks (BLOCK_M, 128) and (128, 128), e4m3.
 
-    ``x_scale [K / 128, M]``, ``scale [ceil(N / SCALE_ROWS), K / 128]`` float32, ``out [M, N]``; SCALE_ROWS is a multiple
-    of 128. BLOCK_M is 128 or 256. BOX: ``out_box`` is a descriptor of ``out`` in blocks of (64, 128).
+    ``x_scale [K / 128, M]``, ``scale [ceil(N / SCALE_ROWS), K / 128]`` float32, ``out [M, N]``; SCALE_ROWS is a
+    multiple of 128. BLOCK_M is 128 or 256. BOX: ``out_box`` is a descriptor of ``out`` in blocks of (64, 128).
     """
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, 128], x.layout)
     weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], weight.layout)
