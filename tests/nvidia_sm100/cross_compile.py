@@ -24,8 +24,11 @@ import numpy as np
 import torch
 import triton
 from deepinfer_nvidia_sm100 import tables
+from deepinfer_nvidia_sm100.fp8_tuning import HOPPER
 from deepinfer_nvidia_sm100.ops import dependent
+from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
+from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
 from reference_support import batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -181,6 +184,16 @@ def fp8_linear(rows: int, out: int, inner: int, activations: str = "") -> None:
     op.run(torch.zeros((rows, inner), dtype=torch.bfloat16), op.prepare([weight]))
 
 
+def by_roles() -> None:
+    """Products of many rounded rows by warps with one task each, which are for 9.0 alone."""
+    x, weight = (torch.empty((rows, 4096), dtype=torch.float8_e4m3fn) for rows in (4096, 7168))
+    packed = Fp8Weight(weight, torch.empty((7168 // 128, 32)), 128, None)
+    for tile in HOPPER:
+        fp8_linear_ops.multiply_many(
+            x, torch.empty((32, 4096)), packed, torch.empty((4096, 7168), dtype=torch.bfloat16), tile
+        )
+
+
 def fp8_write() -> None:
     shape = {"cache_group": "full", "kv_heads": KV_HEADS, "head_dim": DIM, "block_size": 16}
     write = operator(WriteKVRequest(dtype="bfloat16", cache_dtype="float8_e4m3fn", **shape))
@@ -269,6 +282,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fp8 rounded 1 row": lambda: fp8_linear(1, 7168, 4096, ROUNDED),
     "fp8 rounded 64 rows": lambda: fp8_linear(64, 7168, 4096, ROUNDED),
     "fp8 rounded 4096 rows": lambda: fp8_linear(4096, 7168, 4096, ROUNDED),
+    "fp8 rounded by roles": by_roles,
     "fp8 cache write": fp8_write,
     "fp8 cache decode": lambda: attention([1] * 7, 4000, cache_dtype="float8_e4m3fn"),
     "fp8 cache prompt": lambda: attention([1, 2000], 2000, cache_dtype="float8_e4m3fn"),

@@ -27,7 +27,8 @@ ON_MATRIX_UNIT = {
     "fp8 1 row",
     "fp8 64 rows",
 }
-IN_FP8 = {"fp8 rounded 1 row", "fp8 rounded 64 rows", "fp8 rounded 4096 rows"}
+IN_FP8 = {"fp8 rounded 1 row", "fp8 rounded 64 rows", "fp8 rounded 4096 rows", "fp8 rounded by roles"}
+ONLY_90 = {"fp8 rounded by roles"}
 QUICK = {"decode", "linear 1 row", "fp8 rounded 1 row"}
 ALL = [
     *QUICK,
@@ -56,6 +57,7 @@ ALL = [
     "fp8 widened",
     "fp8 rounded 64 rows",
     "fp8 rounded 4096 rows",
+    "fp8 rounded by roles",
     "fp8 cache write",
     "fp8 cache decode",
     "fp8 cache prompt",
@@ -68,6 +70,7 @@ def cases() -> list[Any]:
         pytest.param(capability, case, marks=[] if case in QUICK else [slow])
         for capability in (90, 100)
         for case in sorted(ALL)
+        if capability == 90 or case not in ONLY_90
     ]
 
 

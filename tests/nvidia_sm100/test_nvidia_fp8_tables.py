@@ -11,7 +11,10 @@ import pytest
 import torch
 from deepinfer_nvidia_sm100 import fp8_tables, fp8_tuning, tables, tuning
 from deepinfer_nvidia_sm100.command import fp8_shapes_of, shapes_of
+from deepinfer_nvidia_sm100.ops import fp8_hopper
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
+from deepinfer_nvidia_sm100.ops.fp8_hopper import HopperTile
+from deepinfer_nvidia_sm100.ops.fp8_linear import MANY as MANY_THUMB
 from deepinfer_nvidia_sm100.ops.fp8_linear import PLAIN_FEW, ROUNDED_FEW, Fp8Linear, RoundedFp8Linear
 from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.settings import Settings
@@ -40,6 +43,10 @@ def test_the_packages_answers_fit_the_chip() -> None:
                         assert kind == "rounded"
                         assert 128 % tile.block_n == 0
                         assert tile.shared_bytes <= 227 * 1024
+                    elif isinstance(tile, HopperTile):
+                        assert (kind, file.stem) == ("rounded", "sm_90")
+                        assert tile.block_m in (128, 256)
+                        assert tile.shared_bytes + 1024 <= 227 * 1024  # and barriers
                     elif tile is None:
                         assert kind == "plain"
                     else:
@@ -70,8 +77,26 @@ def test_a_users_answers_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     other = RoundedFp8Linear(request(200, 384, "bfloat16", ROUNDED), settings)
     assert isinstance(other._tile(4, packed), Tile)  # what cannot be is passed over
     assert other._tile(5, packed) == MANY
-    assert isinstance(other._tile(ROUNDED_FEW + 1000, packed), ManyTile)
+    assert isinstance(other._tile(ROUNDED_FEW + 1000, packed), ManyTile | HopperTile)
     assert isinstance(other._tile(5, attrs.evolve(packed, rows=1)), Tile)  # scales of single rows
+
+
+def test_tiles_for_one_chip_and_compiler_are_passed_over_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, device = str(tmp_path / "own.json"), torch.device("cpu")
+    tile = HopperTile(block_m=256, stages=4)
+    tuning.save(Path(own), {"200x384": [[999, fp8_tables.encoded(tile)]]}, "fp8_rounded")
+    tuning.save(Path(own), {"7x8": [[64, None]]})
+    op = RoundedFp8Linear(request(200, 384, "bfloat16", ROUNDED), attrs.evolve(context(), settings=Settings(table=own)))
+    packed = op.prepare(weights((200,), 384)[0])
+    assert isinstance(op._tile(500, packed), ManyTile)
+    monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
+    for version, fits in (("3.6.1", True), ("3.7.0", False)):
+        monkeypatch.setattr(fp8_hopper.triton, "__version__", version)
+        assert fp8_hopper.usable(device) == fits
+        assert op._tile(500, packed) == (tile if fits else MANY_THUMB)
+        assert isinstance(op._tile(2000, packed), HopperTile if fits else ManyTile)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "3"])
@@ -89,7 +114,7 @@ def test_what_is_tried_fits_the_chip() -> None:
         assert len(tiles) >= 6
         assert all(tile.block_m >= min(rows, 128) and tile.block_k == 128 for tile in tiles)
         assert any(fp8_tuning.sensible(tile, 7168, 4096, rows, 132) for tile in tiles)
-    assert all(tile.shared_bytes <= 227 * 1024 for tile in fp8_tuning.MANY)
+    assert all(tile.shared_bytes <= 227 * 1024 for tile in (*fp8_tuning.MANY, *fp8_tuning.HOPPER))
 
 
 def test_neighbouring_rows_of_equal_answer_are_one_entry() -> None:

@@ -1,7 +1,7 @@
 """Measured tiles of products with FP8 weights, from the same files as :mod:`.tables`.
 
 ``fp8_plain`` and ``fp8_rounded`` map ``"NxK"`` to ``[most rows, answer]`` in ascending order. An answer is null
-(widen the weight, and cuBLAS), or ``["few", ...]`` or ``["many", ...]`` with that tile's numbers.
+(widen the weight, and cuBLAS), or ``["few", ...]``, ``["many", ...]`` or ``["hopper", ...]`` with that tile's numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import attrs
 import torch
 
 from .ops.few_rows import Tile
+from .ops.fp8_hopper import HopperTile
 from .ops.fp8_many_rows import ManyTile
 from .tables import answer_for, numbers_of, tile_of
 
 Kind = Literal["plain", "rounded"]
-Answer = Tile | ManyTile | None
-MANY_FIELDS = tuple(field.name for field in attrs.fields(ManyTile))
+Answer = Tile | ManyTile | HopperTile | None
+MANY: dict[str, type[ManyTile] | type[HopperTile]] = {"many": ManyTile, "hopper": HopperTile}
 
 
 def fp8_tile(
@@ -35,11 +36,14 @@ def decoded(answer: list[Any] | None) -> Answer:
     name, *numbers = answer
     if name == "few":
         return tile_of(numbers)
-    return ManyTile(**dict(zip(MANY_FIELDS, numbers, strict=True)))
+    kind = MANY[name]
+    return kind(**dict(zip((field.name for field in attrs.fields(kind)), numbers, strict=True)))
 
 
 def encoded(answer: Answer) -> list[Any] | None:
     """An entry of a table."""
     if answer is None:
         return None
-    return ["many", *attrs.astuple(answer)] if isinstance(answer, ManyTile) else ["few", *numbers_of(answer)]
+    if isinstance(answer, Tile):
+        return ["few", *numbers_of(answer)]
+    return ["hopper" if isinstance(answer, HopperTile) else "many", *attrs.astuple(answer)]

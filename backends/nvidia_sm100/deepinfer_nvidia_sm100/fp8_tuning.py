@@ -13,8 +13,10 @@ import triton
 
 from .fp8_tables import Answer, Kind, encoded
 from .measure import microseconds, rotations
-from .ops import fp8_few_rows, fp8_many_rows
+from .ops import fp8_few_rows, fp8_hopper
 from .ops.few_rows import Tile
+from .ops.fp8_hopper import HopperTile
+from .ops.fp8_linear import multiply_many
 from .ops.fp8_many_rows import ManyTile
 from .ops.fp8_weight import Fp8Weight
 from .ops.linear import multiplied
@@ -48,6 +50,22 @@ MANY = tuple(
         (128, 64, 2, 3, 8, 2, False, False),
     )
 )
+HOPPER = tuple(
+    HopperTile(block_m=m, stages=stages, together=together, box=box)
+    for m, stages, together, box in (
+        (256, 4, 8, True),
+        (256, 4, 16, True),
+        (256, 4, 8, False),
+        (128, 5, 8, True),
+        (128, 6, 8, False),
+    )
+)
+"""The same for compute capability 9.0 alone."""
+
+
+def many_candidates() -> tuple[ManyTile | HopperTile, ...]:
+    """Tiles of many rows worth trying on this GPU."""
+    return (*MANY, *HOPPER) if fp8_hopper.usable(torch.device("cuda", torch.cuda.current_device())) else MANY
 
 
 def few_candidates(rows: int) -> Iterator[Tile]:
@@ -112,7 +130,7 @@ class Fp8Tuner:
 
     def _calls(
         self, kind: Kind, shape: Shape, rows: int, sets: int, compile_only: bool = False
-    ) -> Iterator[tuple[Tile | ManyTile, list[Callable[[], object]]]]:
+    ) -> Iterator[tuple[Tile | ManyTile | HopperTile, list[Callable[[], object]]]]:
         out_features, in_features, out_dtype = shape
         weights = made_weights(shape, sets)
         x = torch.randn(rows, in_features, device="cuda").to(torch.bfloat16)
@@ -122,7 +140,7 @@ class Fp8Tuner:
             if sensible(tile, out_features, in_features, rows, self._programs):
                 yield tile, [self._few(data, scale, w, out, tile, compile_only) for w in weights]
         if scale is not None and rows >= LEAST_MANY:
-            for many in MANY:
+            for many in many_candidates():
                 yield many, [_many(data, scale, w, out, many, compile_only) for w in weights]
 
     def _few(
@@ -161,12 +179,10 @@ def _many(
     scale: torch.Tensor,
     weight: Fp8Weight,
     out: torch.Tensor,
-    tile: ManyTile,
+    tile: ManyTile | HopperTile,
     compile_only: bool,
 ) -> Callable[[], object]:
-    return lambda: fp8_many_rows.launch(
-        x, scale, weight.data, weight.scale, weight.rows, None, out, tile, compile_only=compile_only
-    )
+    return lambda: multiply_many(x, scale, weight, out, tile, compile_only=compile_only)
 
 
 def made_weights(shape: Shape, sets: int) -> list[Fp8Weight]:

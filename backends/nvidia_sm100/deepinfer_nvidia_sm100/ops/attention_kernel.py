@@ -20,6 +20,8 @@ import triton.language as tl
 from .dependent import take_turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+"""The interpreter knows no assembly."""
 
 
 @triton.jit
@@ -54,10 +56,23 @@ def chunks_of(start, last, chunk, splits, FIXED: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
-def widened(values, dtype: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Exact. Of FP8 by neighbours: as single bytes they would be read out of shared memory across its rows."""
+def widened(values, dtype: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """Exact. Of FP8 by neighbours: as single bytes they would be read out of shared memory across its rows.
+
+    Four numbers become float16 by two instructions. These are not said to be pure, so that they stay before the way to
+    the matrix unit, whose order of numbers has single bytes too.
+    """
     if values.dtype == dtype:
         return values
+    elif ASSEMBLED and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r",
+            [values],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
     else:
         even, odd = tl.split(tl.reshape(values, (ROWS, WIDTH // 2, 2)))
         return tl.interleave(even.to(dtype), odd.to(dtype))
@@ -101,6 +116,7 @@ def attend_block(
     PRECISION: tl.constexpr,
 ):
     """Online softmax over the cached tokens ``n..n + BLOCK_N``."""
+    FEW: tl.constexpr = queries.shape[0] <= 32
     channel = tl.arange(0, HEAD_DIM)
     factor = scale * LOG2E
     if SOFTCAP:
@@ -143,7 +159,7 @@ def attend_block(
         values = tl.load(value_cache + place, mask=real[:, None], other=0.0)
     else:
         values = tl.load(value_cache + place)
-    values = widened(values, queries.dtype, BLOCK_N, HEAD_DIM)
+    values = widened(values, queries.dtype, BLOCK_N, HEAD_DIM, ASSEMBLY and FEW)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     return acc, higher, total
 

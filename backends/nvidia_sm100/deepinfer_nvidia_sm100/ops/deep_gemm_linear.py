@@ -18,6 +18,7 @@ import torch
 from deepinfer_core.api import BuildContext, LinearRequest, WeightPart
 from deepinfer_nvidia_sm100 import deep_gemm_probe
 
+from .fp8_hopper import HopperTile
 from .fp8_linear import RoundedFp8Linear
 from .fp8_many_rows import ManyTile
 from .fp8_weight import Fp8Weight
@@ -60,7 +61,7 @@ class DeepGemmLinear(RoundedFp8Linear):
         x_scale: torch.Tensor,
         weight: Fp8Weight,
         out: torch.Tensor,
-        tile: ManyTile,
+        tile: ManyTile | HopperTile,
     ) -> None:
         if self._library is None or weight.rows != RECIPE[1]:
             super()._many(x, x_scale, weight, out, tile)

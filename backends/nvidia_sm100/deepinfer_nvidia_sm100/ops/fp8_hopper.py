@@ -16,219 +16,20 @@ from __future__ import annotations
 import attrs
 import torch
 import triton
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from deepinfer_nvidia_sm100 import tables
 
 from .fp8_many_rows import GROUP, multiprocessors
 from .starting import starter
 
+VERSIONS = ("3.6.",)
+"""Of Triton, that the kernel was compiled with."""
 COLUMNS = 128
 """Of a tile: they share a scale with their block of the weight."""
 OUT_ROWS = 64
 """Rows of a tile that a group multiplies at a time, as one instruction takes them."""
 REGISTERS = (240, 24)
 """Of each thread that multiplies, and that copies."""
-
-
-@gluon.jit
-def _tile_of(number, rows, columns, TOGETHER: gl.constexpr):
-    each = TOGETHER * columns
-    first = number // each * TOGETHER
-    height = gl.minimum(rows - first, TOGETHER)
-    return first + number % each % height, number % each // height
-
-
-@gluon.jit
-def _copy(
-    x,
-    weight,
-    x_ring,
-    weight_ring,
-    full,
-    empty,
-    M,
-    N,
-    K,
-    BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):
-    """The warp that copies: blocks of rows and of the weight, as soon as their place in the ring is free."""
-    rows = gl.cdiv(M, BLOCK_M)
-    columns = gl.cdiv(N, 128)
-    count = 0
-    for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
-        tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
-        for step in range(K // 128):
-            place = count % STAGES
-            mbarrier.wait(empty.index(place), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(place), (BLOCK_M + 128) * 128)
-            tma.async_copy_global_to_shared(x, [tile_row * BLOCK_M, step * 128], full.index(place), x_ring.index(place))
-            tma.async_copy_global_to_shared(
-                weight, [tile_column * 128, step * 128], full.index(place), weight_ring.index(place)
-            )
-            count += 1
-
-
-@gluon.jit
-def _scaled(product, scale, acc):
-    """``acc + product * scale``, in assembly: it is done before the next product starts, which needs the registers."""
-    wide, _ = gl.broadcast(scale[:, None], product)
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product, wide, acc], dtype=gl.float32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _store(
-    acc, out, out_box, staged, bias, top, left, row, M, N, LAYOUT: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr
-):
-    column = left + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    if BIAS:
-        acc += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
-    if BOX:
-        tma.store_wait(0)
-        staged.store(acc.to(out.dtype.element_ty))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_box, [top, left], staged)
-    else:
-        place = row.to(gl.int64)[:, None] * N + column[None, :]
-        gl.store(out + place, acc.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
-
-
-@gluon.jit
-def _multiply(
-    GROUP_NUMBER: gl.constexpr, x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box,
-    M, N, K, scale_stride, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
-    """A group that multiplies: half of a tile's rows, 64 at a time."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    HEIGHT: gl.constexpr = BLOCK_M // 2
-    TWO: gl.constexpr = HEIGHT == 128
-    rows = gl.cdiv(M, BLOCK_M)
-    columns = gl.cdiv(N, 128)
-    steps = K // 128
-    count = 0
-    # Every product starts from nothing. Said at run time, and with the last one as what it would be added to, so that
-    # it must wait for that one's numbers to be used and takes over their registers: there are none for two.
-    never = M < 0
-    product = gl.zeros([64, 128], gl.float32, layout)
-    for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
-        tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
-        top = tile_row * BLOCK_M + GROUP_NUMBER * HEIGHT
-        left = tile_column * 128
-        row = top + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        of_block = scale + left // SCALE_ROWS * steps
-        of_row = x_scale + row
-        acc = gl.zeros([64, 128], gl.float32, layout)
-        other = gl.zeros([64, 128], gl.float32, layout)
-        # Scales are asked for one step ahead: their way from the cache is longer than a step.
-        next_block = gl.load(of_block)
-        next_row = gl.load(of_row, mask=row < M, other=0.0)
-        next_other = next_row
-        if TWO:
-            next_other = gl.load(of_row + 64, mask=row + 64 < M, other=0.0)
-        for step in range(steps):
-            place = count % STAGES
-            by_row = next_row * next_block
-            by_other = next_other * next_block
-            ahead = gl.minimum(step + 1, steps - 1)
-            next_block = gl.load(of_block + ahead)
-            next_row = gl.load(of_row + ahead * scale_stride, mask=row < M, other=0.0)
-            if TWO:
-                next_other = gl.load(of_row + 64 + ahead * scale_stride, mask=row + 64 < M, other=0.0)
-            mbarrier.wait(full.index(place), (count // STAGES) & 1)
-            block = weight_ring.index(place).permute((1, 0))
-            mine = x_ring.index(place).slice(GROUP_NUMBER * HEIGHT, 64, dim=0)
-            product = warpgroup_mma(mine, block, product, use_acc=never, is_async=True)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            if not TWO:
-                mbarrier.arrive(empty.index(place), count=1)
-            acc = _scaled(product, by_row, acc)
-            if TWO:
-                mine = x_ring.index(place).slice(GROUP_NUMBER * HEIGHT + 64, 64, dim=0)
-                product = warpgroup_mma(mine, block, product, use_acc=never, is_async=True)
-                product = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(empty.index(place), count=1)
-                other = _scaled(product, by_other, other)
-            count += 1
-        _store(acc, out, out_box, staged, bias, top, left, row, M, N, layout, BIAS, BOX)
-        if TWO:
-            _store(other, out, out_box, staged, bias, top + 64, left, row + 64, M, N, layout, BIAS, BOX)
-    if BOX:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _first(
-    x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BIAS: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        0, x_ring, weight_ring, staged.index(0), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-        scale_stride, BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _second(
-    x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BIAS: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
-    _multiply(
-        1, x_ring, weight_ring, staged.index(1), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-        scale_stride, BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["M", "scale_stride"])
-def fp8_hopper_kernel(
-    x, x_scale, weight, scale, bias, out, out_box, M, N, K, scale_stride,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BIAS: gl.constexpr, BOX: gl.constexpr, OUT_LAYOUT: gl.constexpr, MULTIPLYING: gl.constexpr, COPYING: gl.constexpr,
-):  # fmt: skip
-    """Grid (programs). Descriptors ``x [M, K]`` and ``weight [N, K]`` of blocks (BLOCK_M, 128) and (128, 128), e4m3.
-
-    ``x_scale [K / 128, M]``, ``scale [ceil(N / SCALE_ROWS), K / 128]`` float32, ``out [M, N]``; SCALE_ROWS is a
-    multiple of 128. BLOCK_M is 128 or 256. BOX: ``out_box`` is a descriptor of ``out`` in blocks of (64, 128).
-    """
-    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, 128], x.layout)
-    weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], weight.layout)
-    if BOX:
-        staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 128], OUT_LAYOUT)
-    else:
-        staged = x_ring  # not used
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=2)
-    gl.warp_specialize(
-        [
-            (_first, (
-                x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
-            )),
-            (_second, (
-                x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
-            )),
-            (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, STAGES, TOGETHER)),
-        ],
-        [4, 1],
-        [MULTIPLYING, COPYING],
-    )  # fmt: skip
 
 
 @attrs.frozen(kw_only=True)
@@ -246,8 +47,9 @@ class HopperTile:
         return GROUP * (self.block_m + COLUMNS) * self.stages + (2 * 2 * OUT_ROWS * COLUMNS if self.box else 0)
 
 
-SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-SWIZZLED_OUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def usable(device: torch.device) -> bool:
+    """Is this the chip, and a version of Triton, that the kernel was written for? Gluon changes between versions."""
+    return tables.architecture(device) == "sm_90" and triton.__version__.startswith(VERSIONS)
 
 
 def launch(
@@ -263,6 +65,10 @@ def launch(
     compile_only: bool = False,
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .fp8_hopper_kernel import SWIZZLED, SWIZZLED_OUT, fp8_hopper_kernel
+
     (rows, inner), columns = x.shape, weight.shape[0]
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, COLUMNS)
     box = tile.box and out.element_size() == 2 and columns % 8 == 0  # rows of 16 bytes, which the copy engine wants

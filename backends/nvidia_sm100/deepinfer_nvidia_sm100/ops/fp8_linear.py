@@ -14,9 +14,10 @@ import torch
 from deepinfer_core.api import BuildContext, LinearRequest, WeightPart
 from deepinfer_nvidia_sm100.fp8_tables import fp8_tile
 
-from . import fp8_few_rows, fp8_many_rows
+from . import fp8_few_rows, fp8_hopper, fp8_many_rows
 from .few_rows import Tile
-from .fp8_many_rows import ManyTile
+from .fp8_hopper import HopperTile
+from .fp8_many_rows import ManyTile, multiprocessors
 from .fp8_weight import GROUP, Fp8Weight, pack
 from .linear import multiplied
 from .quantise_rows import quantise_rows
@@ -40,7 +41,36 @@ def thumb_few(out_features: int, in_features: int, rows: int) -> Tile:
 
 
 MANY = ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=8)
-"""The same for many rows."""
+
+
+def thumb_many(out_features: int, rows: int, device: torch.device) -> ManyTile | HopperTile:
+    """The same for many rows."""
+    if not fp8_hopper.usable(device):
+        return MANY
+    large = -(-rows // 256) * -(-out_features // 128)
+    # Larger tiles read less, but must be enough for every multiprocessor.
+    return (
+        HopperTile(block_m=256, stages=4)
+        if 4 * large >= 3 * multiprocessors(device)
+        else HopperTile(block_m=128, stages=5)
+    )
+
+
+def multiply_many(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: Fp8Weight,
+    out: torch.Tensor,
+    tile: ManyTile | HopperTile,
+    *,
+    compile_only: bool = False,
+) -> None:
+    """``out = x @ W.T (+ bias)`` of rounded rows, by the kernel that the tile belongs to."""
+    given = x, x_scale, weight.data, weight.scale, weight.rows, weight.bias, out
+    if isinstance(tile, HopperTile):
+        fp8_hopper.launch(*given, tile, compile_only=compile_only)
+    else:
+        fp8_many_rows.launch(*given, tile, compile_only=compile_only)
 
 
 class _Fp8Linear:
@@ -113,15 +143,16 @@ class RoundedFp8Linear(_Fp8Linear):
         x_scale: torch.Tensor,
         weight: Fp8Weight,
         out: torch.Tensor,
-        tile: ManyTile,
+        tile: ManyTile | HopperTile,
     ) -> None:
-        fp8_many_rows.launch(x, x_scale, weight.data, weight.scale, weight.rows, weight.bias, out, tile)
+        multiply_many(x, x_scale, weight, out, tile)
 
-    def _tile(self, rows: int, weight: Fp8Weight) -> Tile | ManyTile:
+    def _tile(self, rows: int, weight: Fp8Weight) -> Tile | ManyTile | HopperTile:
         request = self._request
         if self._fixed or weight.rows % GROUP:
             return self._thumb(rows)
         found = fp8_tile("rounded", self._device, request.out_features, request.in_features, rows, self._own)
-        if found == "thumb" or found is None:
-            return self._thumb(rows) if rows <= ROUNDED_FEW else MANY
+        unusable = isinstance(found, HopperTile) and not fp8_hopper.usable(self._device)
+        if found == "thumb" or found is None or unusable:
+            return self._thumb(rows) if rows <= ROUNDED_FEW else thumb_many(request.out_features, rows, self._device)
         return found
