@@ -114,6 +114,9 @@ def test_what_is_tried_fits_the_chip() -> None:
         assert len(tiles) >= 6
         assert all(tile.block_m >= min(rows, 128) and tile.block_k == 128 for tile in tiles)
         assert any(fp8_tuning.sensible(tile, 7168, 4096, rows, 132) for tile in tiles)
+    for out, inner in ((256, 128), (2048, 512), (32768, 1024)):
+        for rows in (1, 64):
+            assert any(fp8_tuning.sensible(tile, out, inner, rows, 132) for tile in fp8_tuning.few_candidates(rows))
     assert all(tile.shared_bytes <= 227 * 1024 for tile in (*fp8_tuning.MANY, *fp8_tuning.HOPPER))
 
 

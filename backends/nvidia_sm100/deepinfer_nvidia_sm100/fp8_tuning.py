@@ -51,13 +51,15 @@ MANY = tuple(
     )
 )
 HOPPER = tuple(
-    HopperTile(block_m=m, stages=stages, together=together, box=box)
-    for m, stages, together, box in (
-        (256, 4, 8, True),
-        (256, 4, 16, True),
-        (256, 4, 8, False),
-        (128, 5, 8, True),
-        (128, 6, 8, False),
+    HopperTile(block_m=m, stages=stages, together=together)
+    for m, stages, together in (
+        (256, 4, 4),
+        (256, 4, 8),
+        (256, 4, 16),
+        (256, 3, 8),
+        (128, 5, 8),
+        (128, 5, 16),
+        (128, 4, 8),
     )
 )
 """The same for compute capability 9.0 alone."""
@@ -79,11 +81,12 @@ def few_candidates(rows: int) -> Iterator[Tile]:
 
 
 def sensible(tile: Tile, out_features: int, in_features: int, rows: int, programs: int) -> bool:
-    """Enough programs to fill the device, none with too short a part of the sum."""
+    """Enough programs to fill the device, or as many as there can be, none with too short a part of the sum."""
+    possible = [splits for splits in SPLITS if splits == 1 or in_features // 128 >= 2 * splits]
     count = triton.cdiv(out_features, tile.block_n) * triton.cdiv(rows, tile.block_m) * tile.splits
-    if in_features // 128 < 2 * tile.splits:
+    if tile.splits not in possible:
         return False
-    return (count >= programs // 2 or tile.splits == SPLITS[-1]) and (tile.splits == 1 or count <= 8 * programs)
+    return (count >= programs // 2 or tile.splits == possible[-1]) and (tile.splits == 1 or count <= 8 * programs)
 
 
 class Fp8Tuner:

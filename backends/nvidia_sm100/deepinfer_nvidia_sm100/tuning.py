@@ -117,13 +117,14 @@ class Tuner:
         inputs = self._tensors(shape, rows, rotations(2 * shape[0] * shape[1], 8))
         x, weights, out = inputs
         cublas = microseconds([library(x, weight, out.dtype, gated) for weight in weights])
-        timed: list[tuple[float, Tile]] = []
+        timed: list[tuple[float, Tile | None]] = []
         for tile in candidates(rows):
             if tile.splits <= most_splits and _sensible(tile, shape, self._programs, gated):
                 us = self.microseconds(x, weights, out, tile, gated)
                 timed += [] if us is None else [(us, tile)]
-        spent, tile = min(timed, key=lambda item: item[0])
-        chosen = tile if spent < MARGIN * cublas else None
+        # A small weight may have no tile that is worth trying.
+        spent, best = min(timed, key=lambda item: item[0], default=(float("inf"), None))
+        chosen = best if spent < MARGIN * cublas else None
         return {"rows": rows, "tile": chosen, "us": min(spent, cublas), "few_rows_us": spent, "cublas_us": cublas}
 
     def microseconds(

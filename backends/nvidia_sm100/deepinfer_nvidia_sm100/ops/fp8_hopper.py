@@ -28,6 +28,8 @@ COLUMNS = 128
 """Of a tile: they share a scale with their block of the weight."""
 OUT_ROWS = 64
 """Rows of a tile that a group multiplies at a time, as one instruction takes them."""
+UNROLLED = (8, 4, 2, 1)
+"""Steps of a loop's turn in tiles of 128 rows: the most that divide them."""
 REGISTERS = (240, 24)
 """Of each thread that multiplies, and that copies."""
 
@@ -88,6 +90,7 @@ def launch(
         STAGES=tile.stages,
         TOGETHER=tile.together,
         SCALE_ROWS=scale_rows,
+        UNROLLED=next(size for size in UNROLLED if inner // GROUP % size == 0),
         BIAS=bias is not None,
         BOX=box,
         OUT_LAYOUT=SWIZZLED_OUT,

@@ -85,65 +85,119 @@ def _store(
 
 
 @gluon.jit
-def _multiply(
-    GROUP_NUMBER: gl.constexpr, x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box,
-    M, N, K, scale_stride, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+def _begin(x_ring, weight_ring, full, count, first, product, never, STAGES: gl.constexpr, WAIT: gl.constexpr):
+    """Start one step's product of 64 rows, from ``first`` on, under WAIT when its blocks have come."""
+    place = count % STAGES
+    if WAIT:
+        mbarrier.wait(full.index(place), (count // STAGES) & 1)
+    mine = x_ring.index(place).slice(first, 64, dim=0)
+    block = weight_ring.index(place).permute((1, 0))
+    return warpgroup_mma(mine, block, product, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def _multiply_one(
+    NUMBER: gl.constexpr, x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box,
+    M, N, K, scale_stride, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """A group that multiplies 64 of a tile's 128 rows. There are registers for two products: while one is added, the
+    next is computed. None may be under way at the end of a loop's turn, or the compiler lets each wait for the last:
+    so UNROLLED steps make a turn."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    rows = gl.cdiv(M, 128)
+    columns = gl.cdiv(N, 128)
+    steps = K // 128
+    count = 0
+    never = M < 0
+    even = gl.zeros([64, 128], gl.float32, layout)
+    odd = gl.zeros([64, 128], gl.float32, layout)
+    for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
+        tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
+        top = tile_row * 128 + NUMBER * 64
+        left = tile_column * 128
+        row = top + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        of_block = scale + left // SCALE_ROWS * steps
+        of_row = x_scale + row
+        acc = gl.zeros([64, 128], gl.float32, layout)
+        # Scales are asked for one step ahead: their way from the cache is longer than a step.
+        next_block = gl.load(of_block)
+        next_row = gl.load(of_row, mask=row < M, other=0.0)
+        for step in range(0, steps, UNROLLED):
+            even = _begin(x_ring, weight_ring, full, count, NUMBER * 64, even, never, STAGES, True)
+            for turn in gl.static_range(UNROLLED):
+                block = next_block
+                by_row = next_row
+                ahead = gl.minimum(step + turn + 1, steps - 1)
+                next_block = gl.load(of_block + ahead)
+                next_row = gl.load(of_row + ahead * scale_stride, mask=row < M, other=0.0)
+                if turn % 2 == 0:
+                    if turn + 1 < UNROLLED:
+                        odd = _begin(x_ring, weight_ring, full, count + 1, NUMBER * 64, odd, never, STAGES, True)
+                        even = warpgroup_mma_wait(1, deps=(even,))
+                    else:
+                        even = warpgroup_mma_wait(0, deps=(even,))
+                    mbarrier.arrive(empty.index(count % STAGES), count=1)
+                    acc = _scaled(even, by_row * block, acc)
+                else:
+                    if turn + 1 < UNROLLED:
+                        even = _begin(x_ring, weight_ring, full, count + 1, NUMBER * 64, even, never, STAGES, True)
+                        odd = warpgroup_mma_wait(1, deps=(odd,))
+                    else:
+                        odd = warpgroup_mma_wait(0, deps=(odd,))
+                    mbarrier.arrive(empty.index(count % STAGES), count=1)
+                    acc = _scaled(odd, by_row * block, acc)
+                count += 1
+        _store(acc, out, out_box, staged, bias, top, left, row, M, N, layout, BIAS, BOX)
+    if BOX:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply_two(
+    NUMBER: gl.constexpr, x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box,
+    M, N, K, scale_stride, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
     SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies: half of a tile's rows, 64 at a time."""
+    """A group that multiplies 128 of a tile's 256 rows, 64 at a time: there are registers for one product."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    HEIGHT: gl.constexpr = BLOCK_M // 2
-    TWO: gl.constexpr = HEIGHT == 128
-    rows = gl.cdiv(M, BLOCK_M)
+    rows = gl.cdiv(M, 256)
     columns = gl.cdiv(N, 128)
     steps = K // 128
     count = 0
     # Every product starts from nothing. Said at run time, and with the last one as what it would be added to, so that
-    # it must wait for that one's numbers to be used and takes over their registers: there are none for two.
+    # it must wait for that one's numbers to be used and takes over their registers.
     never = M < 0
     product = gl.zeros([64, 128], gl.float32, layout)
     for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
-        top = tile_row * BLOCK_M + GROUP_NUMBER * HEIGHT
+        top = tile_row * 256 + NUMBER * 128
         left = tile_column * 128
         row = top + gl.arange(0, 64, gl.SliceLayout(1, layout))
         of_block = scale + left // SCALE_ROWS * steps
         of_row = x_scale + row
         acc = gl.zeros([64, 128], gl.float32, layout)
         other = gl.zeros([64, 128], gl.float32, layout)
-        # Scales are asked for one step ahead: their way from the cache is longer than a step.
         next_block = gl.load(of_block)
         next_row = gl.load(of_row, mask=row < M, other=0.0)
-        next_other = next_row
-        if TWO:
-            next_other = gl.load(of_row + 64, mask=row + 64 < M, other=0.0)
+        next_other = gl.load(of_row + 64, mask=row + 64 < M, other=0.0)
         for step in range(steps):
-            place = count % STAGES
             by_row = next_row * next_block
             by_other = next_other * next_block
             ahead = gl.minimum(step + 1, steps - 1)
             next_block = gl.load(of_block + ahead)
             next_row = gl.load(of_row + ahead * scale_stride, mask=row < M, other=0.0)
-            if TWO:
-                next_other = gl.load(of_row + 64 + ahead * scale_stride, mask=row + 64 < M, other=0.0)
-            mbarrier.wait(full.index(place), (count // STAGES) & 1)
-            block = weight_ring.index(place).permute((1, 0))
-            mine = x_ring.index(place).slice(GROUP_NUMBER * HEIGHT, 64, dim=0)
-            product = warpgroup_mma(mine, block, product, use_acc=never, is_async=True)
+            next_other = gl.load(of_row + 64 + ahead * scale_stride, mask=row + 64 < M, other=0.0)
+            product = _begin(x_ring, weight_ring, full, count, NUMBER * 128, product, never, STAGES, True)
             product = warpgroup_mma_wait(0, deps=(product,))
-            if not TWO:
-                mbarrier.arrive(empty.index(place), count=1)
             acc = _scaled(product, by_row, acc)
-            if TWO:
-                mine = x_ring.index(place).slice(GROUP_NUMBER * HEIGHT + 64, 64, dim=0)
-                product = warpgroup_mma(mine, block, product, use_acc=never, is_async=True)
-                product = warpgroup_mma_wait(0, deps=(product,))
-                mbarrier.arrive(empty.index(place), count=1)
-                other = _scaled(product, by_other, other)
+            product = _begin(x_ring, weight_ring, full, count, NUMBER * 128 + 64, product, never, STAGES, False)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(count % STAGES), count=1)
+            other = _scaled(product, by_other, other)
             count += 1
         _store(acc, out, out_box, staged, bias, top, left, row, M, N, layout, BIAS, BOX)
-        if TWO:
-            _store(other, out, out_box, staged, bias, top + 64, left, row + 64, M, N, layout, BIAS, BOX)
+        _store(other, out, out_box, staged, bias, top + 64, left, row + 64, M, N, layout, BIAS, BOX)
     if BOX:
         tma.store_wait(0)
 
@@ -152,30 +206,43 @@ def _multiply(
 def _first(
     x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BIAS: gl.constexpr, BOX: gl.constexpr,
+    UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    _multiply(
-        0, x_ring, weight_ring, staged.index(0), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-        scale_stride, BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
-    )  # fmt: skip
+    if BLOCK_M == 256:
+        _multiply_two(
+            0, x_ring, weight_ring, staged.index(0), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
+            scale_stride, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
+        )  # fmt: skip
+    else:
+        _multiply_one(
+            0, x_ring, weight_ring, staged.index(0), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
+            scale_stride, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _second(
     x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    BIAS: gl.constexpr, BOX: gl.constexpr,
+    UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    _multiply(
-        1, x_ring, weight_ring, staged.index(1), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-        scale_stride, BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
-    )  # fmt: skip
+    if BLOCK_M == 256:
+        _multiply_two(
+            1, x_ring, weight_ring, staged.index(1), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
+            scale_stride, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
+        )  # fmt: skip
+    else:
+        _multiply_one(
+            1, x_ring, weight_ring, staged.index(1), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
+            scale_stride, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "scale_stride"])
 def fp8_hopper_kernel(
     x, x_scale, weight, scale, bias, out, out_box, M, N, K, scale_stride,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    UNROLLED: gl.constexpr,
     BIAS: gl.constexpr, BOX: gl.constexpr, OUT_LAYOUT: gl.constexpr, MULTIPLYING: gl.constexpr, COPYING: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs). Descriptors ``x [M, K]`` and ``weight [N, K]`` of blocks (BLOCK_M, 128) and (128, 128), e4m3.
@@ -198,11 +265,11 @@ def fp8_hopper_kernel(
         [
             (_first, (
                 x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
+                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
             )),
             (_second, (
                 x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
+                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
             )),
             (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, STAGES, TOGETHER)),
         ],
