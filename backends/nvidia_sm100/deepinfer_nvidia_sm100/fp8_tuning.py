@@ -65,9 +65,11 @@ HOPPER = tuple(
 """The same for compute capability 9.0 alone."""
 
 
-def many_candidates() -> tuple[ManyTile | HopperTile, ...]:
+def many_candidates(rows: int) -> tuple[ManyTile | HopperTile, ...]:
     """Tiles of many rows worth trying on this GPU."""
-    return (*MANY, *HOPPER) if fp8_hopper.usable(torch.device("cuda", torch.cuda.current_device())) else MANY
+    if not fp8_hopper.usable(torch.device("cuda", torch.cuda.current_device())):
+        return MANY
+    return (*MANY, *HOPPER) if rows <= MOST_FEW else HOPPER
 
 
 def few_candidates(rows: int) -> Iterator[Tile]:
@@ -143,7 +145,7 @@ class Fp8Tuner:
             if sensible(tile, out_features, in_features, rows, self._programs):
                 yield tile, [self._few(data, scale, w, out, tile, compile_only) for w in weights]
         if scale is not None and rows >= LEAST_MANY:
-            for many in many_candidates():
+            for many in many_candidates(rows):
                 yield many, [_many(data, scale, w, out, many, compile_only) for w in weights]
 
     def _few(
