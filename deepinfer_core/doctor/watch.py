@@ -33,7 +33,8 @@ class Watch:
         name = os.fsdecode(first) if isinstance(first, str | bytes | os.PathLike) else ""
         if (event == "open" and _is_device(name)) or (event == "ctypes.dlopen" and name):
             self._events.append(name)
-        elif event == "subprocess.Popen":
+        elif event == "subprocess.Popen" and name != sys.executable:
+            # Python itself, in a process of its own, is how a probe asks a library without loading it here.
             self._events.append(f"program {name}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from deepinfer_core.api import CacheGroupSpec, ConfigError, KVLayout, LayerCache, MemoryInfo
+from deepinfer_core.api import CacheGroupSpec, ConfigError, Device, KVLayout, LayerCache, MemoryInfo
 
 from .kv_cache import KVCache
 from .planning import PlannedEngine
@@ -35,7 +35,7 @@ def allocate_caches(
     config = planned.config
     block_bytes = {name: layout.block_bytes() for name, layout in layouts.items()}
     num_blocks = _num_blocks(planned, groups, block_bytes, planned.device.memory())
-    layer_caches = {name: layout.allocate(num_blocks[name]) for name, layout in layouts.items()}
+    layer_caches = _layer_caches(planned.device, layouts, num_blocks, block_bytes)
     cache = KVCache(
         groups,
         num_blocks,
@@ -47,6 +47,26 @@ def allocate_caches(
     )
     sizes = {f"cache_{name}": num_blocks[name] * size for name, size in block_bytes.items()}
     return CacheMemory(cache=cache, layer_caches=layer_caches, cache_bytes=sizes)
+
+
+def _layer_caches(
+    device: Device, layouts: Mapping[str, KVLayout], num_blocks: Mapping[str, int], block_bytes: Mapping[str, int]
+) -> dict[str, list[LayerCache]]:
+    """The memory of every group's layers.
+
+    Raises:
+        ConfigError: the device has not so much.
+    """
+    try:
+        return {name: layout.allocate(num_blocks[name]) for name, layout in layouts.items()}
+    except Exception as error:
+        if not isinstance(error, MemoryError) and not device.is_out_of_memory(error):
+            raise
+        size = sum(count * block_bytes[name] for name, count in num_blocks.items())
+        raise ConfigError(
+            f"kv_cache: {max(num_blocks.values())} blocks take {size / 2**20:.0f} MiB, and {device.info.backend} has "
+            f"{device.memory().free / 2**20:.0f} MiB free: lower kv_cache.num_blocks or kv_cache.memory_fraction"
+        ) from error
 
 
 def _num_blocks(

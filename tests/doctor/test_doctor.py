@@ -188,6 +188,9 @@ open("/dev/null").close()
 read, write = os.openpty()
 import ctypes
 ctypes.CDLL("libc.so.6")
+import subprocess
+subprocess.run([sys.executable, "-c", ""])
+subprocess.run(["true"])
 seen = watch.stop()
 open("/dev/full").close()
 print(seen)
@@ -197,7 +200,7 @@ print(seen)
 def test_devices_opened_behind_pythons_back_are_seen_by_their_descriptors() -> None:
     done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, check=False, env=CLEAN)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['libc.so.6', '/dev/ptmx']"
+    assert done.stdout.strip() == "['libc.so.6', 'program true', '/dev/ptmx']"
     assert Watch.__doc__
 
 

@@ -188,6 +188,12 @@ def test_prompt_larger_than_a_window_pool_still_runs(toy_llm: Any) -> None:
     assert_clean(llm)
 
 
+def test_a_cache_larger_than_memory_is_an_error(toy_llm: Any) -> None:
+    """Tokens of one byte: 2^60 bytes."""
+    with pytest.raises(ConfigError, match=r"kv_cache: 1125899906842624 blocks take .*lower kv_cache.num_blocks"):
+        toy_llm("Count", kv_cache__num_blocks=2**50)
+
+
 def test_window_pool_too_small_for_one_row_is_an_error(toy_llm: Any) -> None:
     with pytest.raises(ConfigError, match="num_blocks=8: a window of 30 tokens needs at least 10"):
         toy_llm("PrefixHash", groups={"near": 30}, kv_cache__num_blocks=8)

@@ -168,3 +168,13 @@ def test_providers_serve_no_other_backend() -> None:
 
     other = attrs.evolve(INFO, backend="acme")
     assert [provider for hook in HOOKS for provider in hook(other)] == []
+
+
+def test_a_folder_for_compiled_kernels_must_be_writable(tmp_path: Path) -> None:
+    from deepinfer_nvidia_sm100.device import check_kernel_cache
+
+    check_kernel_cache(tmp_path / "new" / "cache")
+    assert (tmp_path / "new" / "cache").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DeviceError, match=r"cannot be kept in .*file/cache: .*set TRITON_CACHE_DIR"):
+        check_kernel_cache(tmp_path / "file" / "cache")

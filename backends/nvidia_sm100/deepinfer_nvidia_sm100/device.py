@@ -6,13 +6,16 @@ stream: with the loop one step ahead, the first already holds the next step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+import triton
 
-from deepinfer_core.api import DeviceInfo, Event, Graph, MemoryInfo, Stream
+from deepinfer_core.api import DeviceError, DeviceInfo, Event, Graph, MemoryInfo, Stream
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -72,10 +75,32 @@ class CapturedGraph(Generic[T_co]):
         return self._result
 
 
+def check_kernel_cache(folder: Path) -> None:
+    """Compiled kernels are kept in a folder of Triton's, and none runs without it.
+
+    Raises:
+        DeviceError: it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        reason = str(error)
+    if reason:
+        raise DeviceError(
+            f"compiled kernels cannot be kept in {folder}: {reason}; set TRITON_CACHE_DIR to another folder"
+        )
+
+
 class CudaDevice:
-    """The first device of the chosen kind. Built once, and only when this backend was chosen."""
+    """The first device of the chosen kind. Built once, and only when this backend was chosen.
+
+    Raises:
+        DeviceError: compiled kernels cannot be kept.
+    """
 
     def __init__(self, info: DeviceInfo) -> None:
+        check_kernel_cache(Path(triton.knobs.cache.dir))
         self.info = info
         self._device = torch.device("cuda", 0)
         torch.cuda.set_device(self._device)
