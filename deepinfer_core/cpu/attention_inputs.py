@@ -68,14 +68,15 @@ class AttentionInputs:
         self._least = None if eps is None else torch.tensor((r.head_dim * eps) ** 0.5, dtype=torch.float32)
         transposed = f"kv_layout:{transposed_keys.LAYOUT}" in r.demands
         self._write: Any = (transposed_keys if transposed else attention).WriteKV(r.write_kv, context)
+        self._put: Any = getattr(self._write, "put", None)
         self._room: Room | None = None
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def plan(self, layout: StepLayout) -> Plan:
         """cos and signed sin of every row, and room."""
         cos, sin = self._rope.plan(layout.positions)
-        rows = len(layout.positions)
-        if self._room is None or rows != len(self._room.normed):
+        rows = layout.positions.shape[0]
+        if self._room is None or rows != self._room.normed.shape[0]:
             self._room = Room.of(rows, sum(self._heads), self._rows[2])
         return Plan(layout, cos, sin, self._room)
 
@@ -100,8 +101,11 @@ class AttentionInputs:
             torch.div(heads, length, out=room.normed).mul_(self._stacked(q_norm, k_norm))
         room.repeated.copy_(room.first)
         turned = torch.mul(room.normed, plan.cos).addcmul_(room.swapped, plan.sin)
-        written = turned.narrow(1, queries, keys), rows.narrow(1, queries + keys, keys)
-        self._write.run(*written, cache, plan.layout)
+        if self._put is None:
+            written = turned.narrow(1, queries, keys), rows.narrow(1, queries + keys, keys)
+            self._write.run(*written, cache, plan.layout)
+        else:  # an array's part costs a tenth of a tensor's
+            self._put(turned.numpy()[:, queries:], rows.numpy()[:, queries + keys :], cache, plan.layout)
         return turned.narrow(1, 0, queries)
 
     def _stacked(self, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ class PagedAttention:
         channels, values = self._vectors.of(cache)
         bag = torch._embedding_bag_forward_only
         torch.mul(query.unsqueeze(2), bucket.scale, out=bucket.scaled)
-        products = bag(channels, bucket.keys, bucket.key_bags, False, 0, False, bucket.scaled.view(-1))[0]
+        products = bag(channels, bucket.keys, bucket.key_bags, False, 0, False, bucket.flat)[0]
         scores = products.view(query.shape[0], self._request.q_heads, -1)
         if bucket.hidden is not None:
             scores.narrow(2, bucket.seen, bucket.hidden.shape[2]).masked_fill_(bucket.hidden, MINUS_INFINITY)

@@ -34,7 +34,8 @@ class Bucket:
         hidden: ``[n, 1, b * block_size - seen]`` bool, the positions past the first ``seen`` that a row does not see;
             None if every row sees all.
         scale: ``[b, 1]`` float32, of queries.
-        scaled: ``[n, heads, b, head_dim]`` float32 to put scaled queries into, used anew in each layer.
+        scaled: ``[n, heads, b, head_dim]`` float32 to put scaled queries into, used anew in each layer; flat: the same
+            memory.
     """
 
     rows: torch.Tensor | None
@@ -46,6 +47,7 @@ class Bucket:
     seen: int
     scale: torch.Tensor
     scaled: torch.Tensor
+    flat: torch.Tensor
 
 
 @attrs.frozen(eq=False)
@@ -62,6 +64,7 @@ class Lists:
     value_bags: torch.Tensor
     scale: torch.Tensor
     scaled: torch.Tensor
+    flat: torch.Tensor
 
 
 class KnownLists:
@@ -153,6 +156,7 @@ def _bucket(
         seen=seen,
         scale=lists.scale,
         scaled=lists.scaled,
+        flat=lists.flat,
     )
 
 
@@ -172,6 +176,7 @@ def _lists(request: PagedAttentionRequest, blocks: Array) -> Lists:
         value_bags=_bags(n * heads, width * size, index),
         scale=torch.full((width, 1), request.scale),
         scaled=scaled,
+        flat=scaled.view(-1),
     )
 
 
