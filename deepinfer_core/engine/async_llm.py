@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,6 +49,7 @@ class AsyncLLM:
         self._slots = asyncio.Semaphore(max_pending)
         self._waiters: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
         self._reserved: set[str] = set()
+        self._outside: dict[str, _Running] = {}
 
     async def generate(
         self,
@@ -108,7 +108,9 @@ class AsyncLLM:
         return output
 
     async def abort(self, request_id: str) -> None:
-        """End a request with finish reason ``abort``. Unknown and finished ids are ignored."""
+        """End a request with finish reason ``abort``, also one that waits for room. Other ids are ignored."""
+        if request_id in self._outside:
+            self._outside[request_id].stop_waiting()
         await asyncio.wrap_future(self._driver.abort(request_id))
 
     def get_tokenizer(self) -> Any:
@@ -196,6 +198,7 @@ class _Running:
         self._timeout = timeout
         self._stream = stream
         self._has_room = False
+        self._aborted = False
 
     async def __aenter__(self) -> Request:
         owner = self._owner
@@ -210,7 +213,7 @@ class _Running:
             raise
         try:
             owner._waiters[self._id] = (asyncio.get_running_loop(), asyncio.Event())
-            await asyncio.wrap_future(owner._driver.add(request))
+            await asyncio.wrap_future(owner._driver.add(request, aborted=self._aborted))
         except BaseException:
             owner._driver.abort(self._id)
             self._leave()
@@ -224,11 +227,22 @@ class _Running:
         self._leave()
 
     async def _enter(self, request: Request) -> None:
-        """Wait for room. A request whose time passes meanwhile goes in without: the engine ends it before it runs."""
+        """Wait for room. A request whose time passes meanwhile, or that is aborted, goes in without: the engine ends it
+        before it runs."""
         left = None if request.expires is None else request.expires - self._owner._llm.engine.core.clock()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(left):
+        self._owner._outside[self._id] = self
+        try:
+            async with asyncio.timeout(left) as self._limit:
                 self._has_room = await self._owner._slots.acquire()
+        except TimeoutError:
+            pass
+        finally:
+            del self._owner._outside[self._id]
+
+    def stop_waiting(self) -> None:
+        """It was aborted while it waited for room."""
+        self._aborted = True
+        self._limit.reschedule(asyncio.get_running_loop().time())
 
     def _leave(self) -> None:
         self._owner._waiters.pop(self._id, None)

@@ -50,9 +50,15 @@ class EngineDriver:
         future.set_exception(RuntimeError("the engine is closed"))
         return future
 
-    def add(self, request: Request) -> Future[None]:
-        """Queue a validated request."""
-        return self.call(lambda core: self._tell(core.add([request])))
+    def add(self, request: Request, *, aborted: bool = False) -> Future[None]:
+        """Queue a validated request; one that is ``aborted`` already ends before anything of it runs."""
+
+        def enter(core: EngineCore) -> None:
+            self._tell(core.add([request]))
+            if aborted:
+                self._tell(core.abort([request.request_id]))
+
+        return self.call(enter)
 
     def abort(self, request_id: str) -> Future[None]:
         """End a request with ``abort``; unknown and finished ids are ignored."""

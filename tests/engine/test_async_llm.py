@@ -224,6 +224,29 @@ def test_time_passes_while_waiting_for_room(count: Path) -> None:
     run(count, body, max_pending=1)
 
 
+def test_aborted_while_waiting_for_room(count: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        core, admitted = llm._llm.engine.core, []
+        core.planner._enter = lambda s, hit, go=core.planner._enter: (admitted.append(s.request.request_id), go(s, hit))  # type: ignore[method-assign, misc, assignment]
+        first = llm.stream([1], params(200), request_id="first")
+        await anext(first)
+        whole = asyncio.create_task(llm.generate([2], params(4), request_id="whole"))
+        parts = asyncio.create_task(collect(llm, [2], 4, request_id="parts", timeout=60))
+        await asyncio.sleep(0.01)
+        for _ in range(2):
+            await llm.abort("whole")
+            await llm.abort("parts")
+        output = await asyncio.wait_for(whole, 5)
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids, output.error) == ("abort", [], None)
+        assert [(delta.finish_reason, delta.token_ids) for delta in await parts] == [("abort", [])]
+        await first.aclose()  # type: ignore[attr-defined]
+        assert (await llm.generate([2], params(4), request_id="whole")).outputs[0].finish_reason == "length"
+        assert admitted == ["first", "whole"]
+        assert llm._slots._value == 1
+
+    run(count, body, max_pending=1)
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02])
 def test_cancelled_while_waiting_for_room(count: Path, delay: float) -> None:
     async def body(llm: AsyncLLM) -> None:
