@@ -228,7 +228,9 @@ class Committer:
     def _look(self, step: ReadyStep, result: StepResult, tokens: Array, kept: Array, out: Committed) -> None:
         """Go through the rows that may end something or that somebody watches, in token order."""
         table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
-        stops = (table.stop_ids[slots] == tokens[:, None]).any(axis=1) & (positions + 1 >= table.min_end[slots])
+        stops = (table.stop_ids[slots, : table.stop_width] == tokens[:, None]).any(axis=1) & (
+            positions + 1 >= table.min_end[slots]
+        )
         full = positions + 1 >= table.max_len[slots]
         first = positions == table.prompt_len[slots]
         live = kept & ~table.finished[slots]

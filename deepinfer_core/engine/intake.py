@@ -24,6 +24,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` with request fields beside it."""
 
 REQUEST_FIELDS = ("priority", "tenant", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "timeout_ms", "cache_salt")
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 512, 64
+"""Every slot has a table of as many and as long bad words as any request ever had."""
 MAX_PRIORITY = 2**63 - 1
 MAX_MILLISECONDS = 1e300
 WHOLE_VOCABULARY_LIMIT = 4_000_000
@@ -248,11 +250,16 @@ class Intake:
         """Token sequences of each bad word: as it starts a text, and as it follows a space."""
         if not params.bad_words or self.tokenizer is None:
             return ()
+        if len(params.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(f"bad_words: {len(params.bad_words)} of them: expected at most {MAX_BAD_WORDS}")
         found = dict.fromkeys(
             tuple(self.tokenizer.encode(prefix + word, add_special_tokens=False))
             for word in params.bad_words
             for prefix in ("", " ")
         )
+        longest = max(map(len, found))
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(f"bad_words: one has {longest} tokens: expected at most {MAX_BAD_WORD_TOKENS}")
         return tuple(ids for ids in found if ids)
 
 

@@ -144,7 +144,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: -2 to 2, on output tokens; 0 is off.
         repetition_penalty: 1e-6 to 1e6, on prompt and output tokens; 1 is off.
         logit_bias: token id -> number added to its logit.
-        bad_words: strings never generated. allowed_token_ids: the only ids that may be.
+        bad_words: strings never generated, at most 512 of at most 64 tokens each.
+        allowed_token_ids: the only ids that may be.
         logprobs, prompt_logprobs: how many best alternatives to report beside the token itself; -1 for all.
         logprobs_mode: ``raw`` (before temperature, penalties and masks) or ``processed``.
         ignore_eos: go on after the end-of-sequence token.

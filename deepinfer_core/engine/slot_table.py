@@ -28,7 +28,8 @@ class SlotTable:
         slack: how many tokens ``length`` and ``computed`` may be too high, as drafts in flight may be rejected.
         unseeded: drawn without a seed of the user's, so that drafts may be judged by rejection.
         last_turn: ascends with the step that last scheduled the slot, and within it with the row, so that rows for
-            which there is no room in every step take turns. stop_ids: ``[slots, K]``, padded with -1.
+            which there is no room in every step take turns.
+        stop_ids: ``[slots, K]``, padded with -1. Of requests that run, all lie in the first ``stop_width`` columns.
         tokens: ``[slots, width]`` int32.
     """
 
@@ -51,6 +52,8 @@ class SlotTable:
         self.finished = np.zeros(slots, bool)
         self.needs_host = np.zeros(slots, bool)
         self.stop_ids = np.full((slots, 4), NO_STOP, np.int64)
+        self.stop_width = 0
+        self._stop_count = np.zeros(slots, np.int64)
         self.tokens = np.zeros((slots, 256), np.int32)
 
     @property
@@ -78,6 +81,8 @@ class SlotTable:
         self.needs_host[slot] = sequence.needs_host
         self.stop_ids[slot] = NO_STOP
         self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        self._stop_count[slot] = len(request.stop_token_ids)
+        self.stop_width = int(self._stop_count.max())
         self.running = np.append(self.running, slot)
         sequence.slot = slot
         sequence.status = "running"
@@ -91,6 +96,8 @@ class SlotTable:
         sequence.tokens = self.tokens[slot, : self.committed[slot]].copy()
         sequence.slot = -1
         self.sequence[slot] = None
+        self._stop_count[slot] = 0
+        self.stop_width = int(self._stop_count.max())
         self.retire(slot)
         self._free.append(slot)
 

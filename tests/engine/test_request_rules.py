@@ -245,6 +245,28 @@ def test_text_parameters_need_a_tokenizer(toy_llm: Any, params: SamplingParams) 
     assert "tokenizer" in refused(toy_llm("Count"), [3], params)
 
 
+@pytest.mark.parametrize("words", [["a" * 65], ["a", "b" * 64], [f"w{i}" for i in range(513)]])
+def test_bad_words_that_would_widen_everybodys_table_are_an_error(toy_llm: Any, words: list[str]) -> None:
+    """64 tokens are as many as there may be, the space before a word included."""
+    llm = toy_llm("Count", tokenizer=True)
+    assert "bad_words" in refused(llm, [3], SamplingParams(bad_words=words))
+    params = SamplingParams(temperature=0, max_tokens=2, bad_words=["a" * 63, *(f"w{i}" for i in range(511))])
+    assert ids_of(llm.generate([3], params)) == [[4, 5]]
+
+
+def test_many_stop_ids_cost_nobody_else(toy_llm: Any) -> None:
+    """The columns that are compared in every step are those of requests that run."""
+    llm = toy_llm("Count")
+    slots, widths = llm.engine.core.planner.slots, []
+    llm.engine.model.before = lambda batch: widths.append(slots.stop_width)
+    many = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[*range(20, 60)])
+    for params in ([GREEDY] * 2, [many, GREEDY], [GREEDY] * 2, [many, SamplingParams(temperature=0, max_tokens=6)]):
+        llm.generate([[3], [4]], params)
+    assert widths == [0] * 3 + [40] * 3 + [0] * 3 + [40] * 3 + [0] * 3
+    assert ids_of(llm.generate([[15], [3]], many)) == [[16, 17, 18], [4, 5, 6]]
+    assert ids_of(llm.generate([[18], [3]], many)) == [[19, 20], [4, 5, 6]]
+
+
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_whole_vocabulary_logprobs_are_refused_when_they_cannot_fit(toy_llm: Any, field: str) -> None:
     llm = toy_llm("Count", vocab_size=1_000_000, max_len=4096)
