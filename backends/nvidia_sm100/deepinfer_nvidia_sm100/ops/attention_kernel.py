@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import take_turn
+from .dependent import let_next_in, wait_turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -259,7 +259,7 @@ def write_row(
     tl.store(target, (acc / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])
+@triton.jit(do_not_specialize=["most_chunks", "splits", "chunk", "table_stride"])
 def attention_kernel(
     query,
     key_cache,
@@ -305,12 +305,13 @@ def attention_kernel(
     of a tile and key head that arrives last puts the chunks together; ``arrived [tiles, kv_heads]`` int32 holds zeros,
     before and afterwards.
     """
-    take_turn(DEPENDENT)
+    let_next_in(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     request, first, count, start, last = tile_of(tiles, positions, tile, IDENTITY)
     begin, size, chunks = chunks_of(start, last, chunk, splits, FIXED, WINDOW, BLOCK_N)
+    wait_turn(DEPENDENT)
     member = tl.arange(0, BLOCK_M)
     token = member // GROUP
     head = kv_head * GROUP + member % GROUP
@@ -406,12 +407,13 @@ def combine_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (tiles, kv_heads * TOKENS * group): the chunks of one row and head, in order, TOGETHER at a time."""
-    take_turn(DEPENDENT)
+    let_next_in(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (TOKENS * GROUP)
     member = tl.program_id(1) % (TOKENS * GROUP)
     request, first, count, start, last = tile_of(tiles, positions, tile, IDENTITY)
+    wait_turn(DEPENDENT)
     token = member // GROUP
     if token < count:
         begin, size, chunks = chunks_of(start, last, chunk, splits, FIXED, WINDOW, BLOCK_N)

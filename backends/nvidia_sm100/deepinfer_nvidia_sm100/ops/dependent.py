@@ -29,6 +29,20 @@ def take_turn(DEPENDENT: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def let_next_in(DEPENDENT: tl.constexpr):
+    """The first half of :func:`take_turn`, for a kernel that has something to do before it waits."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_turn(DEPENDENT: tl.constexpr):
+    """The second half."""
+    if DEPENDENT:
+        gdc_wait()
+
+
 def dependent(tensor: torch.Tensor) -> dict[str, Any]:
     """Launch options, by where the kernel runs: the interpreter knows no such thing."""
     on = tensor.device.type == "cuda"

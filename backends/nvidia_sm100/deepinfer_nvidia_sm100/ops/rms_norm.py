@@ -11,7 +11,7 @@ import triton.language as tl
 
 from deepinfer_core.api import BuildContext, RmsNormRequest
 
-from .dependent import dependent, take_turn
+from .dependent import dependent, let_next_in, wait_turn
 from .shapes import heads_view, power_of_two
 
 TILE = 4096
@@ -36,9 +36,11 @@ def norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """ROWS rows a program. Row r of x lies at ``(r // inner) * stride_a + (r % inner) * stride_b``."""
-    take_turn(DEPENDENT)
+    let_next_in(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)  # no kernel writes it
+    wait_turn(DEPENDENT)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
     dense = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     start = (row // inner).to(tl.int64) * stride_a + (row % inner).to(tl.int64) * stride_b
@@ -51,7 +53,6 @@ def norm_kernel(
     else:
         wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / WIDTH + eps)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     normed = wide * scale[:, None] * factor[None, :]
     tl.store(out + dense, normed.to(out.dtype.element_ty), mask=mask)
 

@@ -26,7 +26,7 @@ def input_ids_kernel(history, slots, positions, out, count, stride, BLOCK: tl.co
     tl.store(out + row, tl.load(history + slot * stride + position, mask=mask, other=0).to(tl.int64), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "stride"])
 def slot_mapping_kernel(
     table, owners, positions, out, count, stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
