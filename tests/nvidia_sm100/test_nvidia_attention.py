@@ -90,6 +90,17 @@ def test_bounds_instead_of_lengths_change_nothing_but_the_splits() -> None:
     torch.testing.assert_close(attend(scene, request()), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_context_in_many_chunks() -> None:
+    """More than are put together at once; of the short one nearly all are empty."""
+    scene = Scene([1, 1], [1700, 70])
+    op, where = operator(request()), here(scene.layout)
+    op._programs = 200
+    plan = op.plan(where)
+    assert plan.launches[0].most_chunks > 16
+    found = op.run(here(scene.query), here(scene.cache), plan).cpu().double()
+    torch.testing.assert_close(found, scene.formula(window=None, softcap=None, sinks=None), rtol=2e-5, atol=2e-5)
+
+
 INVARIANT = frozenset({"kv_layout:paged", "batch_invariant"})
 
 

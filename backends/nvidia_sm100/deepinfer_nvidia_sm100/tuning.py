@@ -22,7 +22,7 @@ from .tables import joined, numbers_of
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows that are measured; one between two takes the tile of the larger."""
 SHARED_BYTES = 220_000
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 3, 4, 8)
 NOT_DESCRIBED = 32
 """Rows up to which tiles by tensor descriptors made whole steps slower, though not their products by themselves."""
 DESCRIBED = ((64, 128, 5, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 5, 4), (256, 128, 3, 8))
