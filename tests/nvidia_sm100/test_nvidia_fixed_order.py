@@ -16,8 +16,8 @@ import torch
 from deepinfer_nvidia_sm100 import fixed_tuning, tables
 from deepinfer_nvidia_sm100.command import shapes_of
 from deepinfer_nvidia_sm100.ops import few_rows, fixed_linear
-from deepinfer_nvidia_sm100.ops.few_rows import Tile
-from deepinfer_nvidia_sm100.ops.fixed_linear import FixedOrderLinear, part_length, splits_of
+from deepinfer_nvidia_sm100.ops.few_rows import UNIT, Tile, part_length
+from deepinfer_nvidia_sm100.ops.fixed_linear import FixedOrderLinear, splits_of
 from deepinfer_nvidia_sm100.ops.fixed_many import ManyTile, launch_many
 from deepinfer_nvidia_sm100.settings import Settings
 from deepinfer_nvidia_sm100.tuning import save
@@ -54,7 +54,7 @@ def test_every_tile_cuts_and_sums_alike(dtype: str, out: int, inner: int, splits
     if ON_GPU and dtype == "float32":
         pytest.skip("one tile serves all numbers of rows there")
     x, weight = normal(ROWS, inner, dtype=dtype), normal(out, inner, dtype=dtype, seed=1) / inner**0.5
-    bias, length = normal(out, dtype=dtype, seed=2), part_length(inner, splits)
+    bias, length = normal(out, dtype=dtype, seed=2), part_length(inner, splits, UNIT)
     expected = torch.full((ROWS, out), float("nan"), dtype=x.dtype, device=DEVICE)
     launch_many(x, weight, bias, expected, fixed_linear.MANY, splits, length)
     close(expected, (x.double() @ weight.double().T + bias.double()).cpu(), dtype)
@@ -121,7 +121,9 @@ def test_tiles_that_are_tried_cut_a_sum_at_the_same_places(rows: int, inner: int
     for splits in fixed_tuning.SPLITS:
         found = list(fixed_tuning.tiles(rows, splits, inner))
         assert {tile.splits for tile in found} <= {splits}
-        assert splits == 1 or {part_length(inner, splits, t.block_k) for t in found} <= {part_length(inner, splits)}
+        assert splits == 1 or {part_length(inner, splits, t.block_k) for t in found} <= {
+            part_length(inner, splits, UNIT)
+        }
         assert all(tile.block_m >= rows or rows > fixed_linear.FEW for tile in found)
     assert list(fixed_tuning.tiles(rows, 1, inner))
 

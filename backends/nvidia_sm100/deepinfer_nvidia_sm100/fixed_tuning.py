@@ -14,8 +14,8 @@ import attrs
 import torch
 
 from .measure import microseconds, rotations
-from .ops.few_rows import Tile, launch
-from .ops.fixed_linear import EACH, part_length
+from .ops.few_rows import UNIT, Tile, launch, part_length
+from .ops.fixed_linear import EACH
 from .ops.linear import FEW
 from .tables import joined, numbers_of, tile_of
 from .tuning import SHARED_BYTES, Shape, Tuner, candidates, library
@@ -45,7 +45,7 @@ def tiles(rows: int, splits: int, inner: int) -> Iterator[Tile]:
         made = map(tile_of, WIDE)
     for tile in made:
         fits = tile.shared_bytes <= SHARED_BYTES and (rows <= FEW or tile.block_m <= max(128, rows))
-        alike = splits == 1 or part_length(inner, splits, tile.block_k) == part_length(inner, splits)
+        alike = splits == 1 or part_length(inner, splits, tile.block_k) == part_length(inner, splits, UNIT)
         if fits and alike and inner >= 2 * splits * tile.block_k:
             yield attrs.evolve(tile, splits=splits)
 

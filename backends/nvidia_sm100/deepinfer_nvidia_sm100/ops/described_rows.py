@@ -32,6 +32,7 @@ def described_rows_kernel(
     N,
     K,
     splits,
+    length,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -45,9 +46,8 @@ def described_rows_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     first_row = tl.program_id(2) * BLOCK_M
-    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), splits)
-    low = split * steps * BLOCK_K
-    high = tl.minimum(low + steps * BLOCK_K, K)
+    low = split * length
+    high = tl.minimum(low + length, K)
     take_turn(DEPENDENT)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(low, high, BLOCK_K):
@@ -149,6 +149,7 @@ def launch_described(
     gated: bool,
     limit: float | None,
     rounded: bool,
+    length: int,
     options: dict[str, Any],
     compile_only: bool,
 ) -> None:
@@ -179,4 +180,7 @@ def launch_described(
     else:
         whole = described(weight, tile.block_n, tile.block_k)
         split = tile.splits > 1
-        run(rows, whole, some, out, partial, arrived, x.shape[0], columns, inner, tile.splits, SPLIT=split, **common)
+        run(
+            rows, whole, some, out, partial, arrived, x.shape[0], columns, inner, tile.splits, length,
+            SPLIT=split, **common,
+        )  # fmt: skip

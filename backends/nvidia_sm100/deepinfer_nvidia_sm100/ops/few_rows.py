@@ -21,6 +21,9 @@ from .dependent import dependent, take_turn
 from .described_rows import describable, launch_described
 from .starting import starter
 
+UNIT = 128
+"""Elements of K: parts of a split product are multiples of it."""
+
 
 @triton.jit
 def store_tile(
@@ -62,6 +65,7 @@ def few_rows_kernel(
     K,
     x_stride,
     splits,
+    length,
     limit,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -77,7 +81,7 @@ def few_rows_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid (ceil(N / BLOCK_N), splits, ceil(M / BLOCK_M)). ``weight [N, K]``, ``x [M, K]``, ``out [M, N]``; GATED:
-    ``out [M, N / 2]``, and LIMITED clamps as ``pointwise.swiglu`` does.
+    ``out [M, N / 2]``, and LIMITED clamps as ``pointwise.swiglu`` does. A part has ``length`` elements of K.
 
     ``partial [splits, M, N]`` float32; ``arrived`` int32, a zero for each tile of ``out``, zero again afterwards.
     """
@@ -89,9 +93,8 @@ def few_rows_kernel(
         column = column % 2 * (N // 2) + column // 2  # gate and what it lets through, by turns
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
-    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), splits)
-    low = split * steps * BLOCK_K
-    high = tl.minimum(low + steps * BLOCK_K, K)
+    low = split * length
+    high = tl.minimum(low + length, K)
     weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
     inputs = x + row[None, :] * x_stride + inner[:, None]
     row_mask = row < M
@@ -150,6 +153,13 @@ class Tile:
         return 2 * self.block_k * (self.block_n + self.block_m) * self.stages
 
 
+def part_length(inner: int, splits: int, step: int) -> int:
+    """Elements of K in each of so many parts, but perhaps the last: the same for every step up to :data:`UNIT`."""
+    unit = max(UNIT, step)
+    units = (inner + unit - 1) // unit
+    return (units + splits - 1) // splits * unit
+
+
 def parts_of(x: torch.Tensor, columns: int, splits: int, out: torch.Tensor) -> torch.Tensor:
     """Memory for the parts of a product split over K, ``[splits, M, columns]`` float32; ``out`` where it is not."""
     if splits == 1:
@@ -190,6 +200,7 @@ def launch(
             gated=gated,
             limit=limit,
             rounded=rounded,
+            length=part_length(inner, tile.splits, tile.block_k),
             options=options,
             compile_only=compile_only,
         )
@@ -207,6 +218,7 @@ def launch(
         inner,
         x.stride(0),
         tile.splits,
+        part_length(inner, tile.splits, tile.block_k),
         0.0 if limit is None else limit,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,

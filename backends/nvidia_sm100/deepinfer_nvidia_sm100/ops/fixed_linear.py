@@ -23,15 +23,13 @@ import torch
 from deepinfer_core.api import BuildContext, ConfigError, LinearRequest, WeightPart
 from deepinfer_nvidia_sm100.tables import linear_tile
 
-from .few_rows import Tile, launch
+from .few_rows import UNIT, Tile, launch, part_length
 from .fixed_many import ManyTile, launch_many, servable
 from .linear import FEW, PackedWeight, few_tiles, pack
 
 EACH = 256
 """Numbers of rows up to this have tiles of their own, or are tried one by one; beyond it multiples of :data:`STEP`."""
 STEP = 64
-UNIT = 128
-"""Elements of K: parts are multiples of it."""
 SINGLE = Tile(block_n=64, block_m=64, block_k=32, splits=1, stages=3, warps=4)
 """In float32, whatever the number of rows: sums there are ordinary instructions, whose order may follow the tile."""
 TURNED = Tile(block_n=128, block_m=128, block_k=128, splits=1, stages=3, warps=8)
@@ -48,12 +46,6 @@ def splits_of(columns: int, inner: int) -> int:
     while -(-columns // 64) * splits < FEW_PROGRAMS and inner >= 2 * splits * SHORTEST:
         splits *= 2
     return splits
-
-
-def part_length(inner: int, splits: int, step: int = UNIT) -> int:
-    """Elements of K in a part, but perhaps the last, by steps of this size."""
-    steps = (inner + step - 1) // step
-    return (steps + splits - 1) // splits * step
 
 
 def thumb(splits: int, columns: int, inner: int, rows: int) -> Tile | None:
@@ -86,7 +78,7 @@ class FixedOrderLinear:
         self._steady: frozenset[int] | None = None
         self.splits = _splits(request, context)
         self._tiles = few_tiles(request, context, "fixed_linear", partial(thumb, self.splits), EACH)
-        self._length = part_length(request.in_features, self.splits)
+        self._length = part_length(request.in_features, self.splits, UNIT)
         for tile in self._tiles.values():
             if tile is not None and not self.agrees(tile):
                 raise ConfigError(
