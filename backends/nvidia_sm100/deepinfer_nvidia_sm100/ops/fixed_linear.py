@@ -21,7 +21,7 @@ import attrs
 import torch
 
 from deepinfer_core.api import BuildContext, ConfigError, LinearRequest, WeightPart
-from deepinfer_nvidia_sm100.tables import linear_tile
+from deepinfer_nvidia_sm100 import tables
 
 from .few_rows import UNIT, Tile, launch, part_length
 from .fixed_many import ManyTile, launch_many, servable
@@ -36,6 +36,8 @@ TURNED = Tile(block_n=128, block_m=128, block_k=128, splits=1, stages=3, warps=8
 """In 16 bits, of many rows that the copy engine cannot read."""
 MANY = ManyTile(rows=128, columns=128, step=64, stages=4, warps=8)
 """In 16 bits, of other rows than those with tiles of their own."""
+NARROW = ManyTile(rows=128, columns=64, step=64, stages=4, warps=4)
+"""The same for 10.x, where two sums of the larger tile spill registers."""
 FEW_PROGRAMS, SHORTEST = 100, 2048
 """A sum is cut where tiles of 64 columns are fewer than this, into parts of at least this many elements."""
 
@@ -61,7 +63,7 @@ def _splits(request: LinearRequest, context: BuildContext) -> int:
     if request.dtype == "float32":
         return 1
     own = None if context.settings is None else context.settings.table
-    first = linear_tile(context.device, request.out_features, request.in_features, 1, own, "fixed_linear")
+    first = tables.linear_tile(context.device, request.out_features, request.in_features, 1, own, "fixed_linear")
     if isinstance(first, Tile):
         return first.splits
     return 1 if first is None else splits_of(request.out_features, request.in_features)
@@ -75,6 +77,7 @@ class FixedOrderLinear:
         self._device = context.device
         self._out_dtype: torch.dtype = getattr(torch, request.out_dtype)
         self._most = context.max_tokens
+        self._many = NARROW if tables.architecture(context.device).startswith("sm_10") else MANY
         self._steady: frozenset[int] | None = None
         self.splits = _splits(request, context)
         self._tiles = few_tiles(request, context, "fixed_linear", partial(thumb, self.splits), EACH)
@@ -141,7 +144,7 @@ class FixedOrderLinear:
         if self._request.dtype == "float32":
             launch(x, weight.weight, weight.bias, out, SINGLE, self.arrived)
         elif servable(x, weight.weight):
-            launch_many(x, weight.weight, weight.bias, out, MANY, self.splits, self._length)
+            launch_many(x, weight.weight, weight.bias, out, self._many, self.splits, self._length)
         else:
             launch(x, weight.weight, weight.bias, out, attrs.evolve(TURNED, splits=self.splits), self.arrived)
 

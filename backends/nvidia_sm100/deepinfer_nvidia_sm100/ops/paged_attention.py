@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, StepLayout
+from deepinfer_nvidia_sm100 import tables
 
 from .attention_kernel import attention_kernel, combine_kernel
 from .dependent import dependent
@@ -98,9 +99,13 @@ class Paged:
         )
         if self._fixed and single:
             self._few = self._many  # in float32 a sum's order follows the tile: all rows go through tiles of one size
-        # Under two warps the fixed chunks of several rows of a request spill registers.
-        several = self._fixed and self._few.warps == 2
-        self._several = attrs.evolve(self._few, warps=4) if several else self._few
+        self._several = self._few
+        if self._fixed and self._few.warps == 2:
+            # Under two warps the fixed chunks of several rows of a request spill registers; on 10.x those of one do.
+            self._several = attrs.evolve(self._few, warps=4)
+            if tables.architecture(context.device).startswith("sm_10"):
+                self._few = self._several
+                self._many = attrs.evolve(self._many, rows=max(64, least))
 
     def plan(self, layout: StepLayout) -> Plan:
         """Tiles, from the host copies of the step's layout. A step of single rows needs none."""
