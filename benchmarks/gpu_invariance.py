@@ -131,7 +131,6 @@ def linears(dtype: str, rows: tuple[int, ...], overrides: Any) -> list[Case]:
 def others(rows: tuple[int, ...], overrides: Any) -> list[Case]:
     """Norm, log-probabilities, and the sum over a token's experts, which the overrides do not have."""
     from deepinfer_batch_invariance import triton_ops
-    from deepinfer_batch_invariance.triton_kernels import log_softmax_kernel
 
     from deepinfer_core.api import MoeExchangeRequest, RmsNormRequest
 
@@ -166,7 +165,7 @@ def others(rows: tuple[int, ...], overrides: Any) -> list[Case]:
             found = torch.empty_like(logits)
 
             def ours(logits: torch.Tensor = logits, found: torch.Tensor = found) -> None:
-                log_softmax_kernel[(logits.shape[0],)](logits, found, WIDTH=vocab, BLOCK=triton_ops.SOFTMAX_BLOCK)
+                triton_ops.log_softmax(logits, found)
 
             ways = [[ours], [lambda x=logits: torch.log_softmax(x, -1)]]
             if overrides is not None:

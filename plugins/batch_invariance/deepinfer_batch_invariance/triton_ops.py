@@ -20,7 +20,9 @@ from deepinfer_core.api import (
 from .moe import LocalExchange
 from .triton_kernels import combine_kernel, log_softmax_kernel, rms_norm_kernel
 
-SOFTMAX_BLOCK, COMBINE_BLOCK = 1024, 256
+SOFTMAX_BLOCK, SOFTMAX_WARPS = 8192, 16
+"""One program reads a row of a vocabulary: much of it at a time."""
+COMBINE_BLOCK = 256
 
 
 class RowNorm:
@@ -44,6 +46,13 @@ class RowNorm:
         return self.run(total, weight), total
 
 
+def log_softmax(logits: torch.Tensor, out: torch.Tensor) -> None:
+    """``[N, V]`` float32, N at least 1, both contiguous."""
+    rows, width = logits.shape
+    block = min(SOFTMAX_BLOCK, triton.next_power_of_2(width))
+    log_softmax_kernel[(rows,)](logits, out, WIDTH=width, BLOCK=block, num_warps=SOFTMAX_WARPS)
+
+
 class RowLogprobs:
     """Log-probabilities; ranks and order by comparing logits, which rounds nothing."""
 
@@ -55,7 +64,7 @@ class RowLogprobs:
         logits = logits.contiguous()
         log_probs = torch.empty_like(logits)
         if logits.shape[0]:
-            log_softmax_kernel[(logits.shape[0],)](logits, log_probs, WIDTH=logits.shape[1], BLOCK=SOFTMAX_BLOCK)
+            log_softmax(logits, log_probs)
         failed, chosen = token_ids < 0, token_ids.clamp(min=0)[:, None]
         score = logits.gather(1, chosen)
         ids = torch.arange(logits.shape[1], device=logits.device)
