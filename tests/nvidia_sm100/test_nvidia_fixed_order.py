@@ -58,7 +58,7 @@ def test_every_tile_cuts_and_sums_alike(dtype: str, out: int, inner: int, splits
     expected = torch.full((ROWS, out), float("nan"), dtype=x.dtype, device=DEVICE)
     launch_many(x, weight, bias, expected, fixed_linear.MANY, splits, length)
     close(expected, (x.double() @ weight.double().T + bias.double()).cpu(), dtype)
-    arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    arrived = torch.zeros(1 << 14, dtype=torch.int32, device=DEVICE)
     for rows in (1, 17, ROWS):
         other = ManyTile(rows=64, columns=128, step=128, stages=2, warps=4)
         found = torch.full((rows, out), float("nan"), dtype=x.dtype, device=DEVICE)

@@ -4,9 +4,7 @@ A program takes a *tile*, some neighbouring rows of one request with the query h
 *chunk* of the context that they see. Keys and values are read where they lie, BLOCK_N tokens at a time, through the
 block table; softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32, by powers of two.
 
-FIXED: prompts whose rows have the bits that :mod:`.fixed_attention` gives to few rows: chunks begin at multiples of a
-fixed length, and the program that computed them puts them together one by one. A loop for each chunk leaves the matrix
-unit's products to overlap, where few rows are better off with one loop for all.
+Rows whose bits do not depend on their tile: :mod:`.fixed_attention`.
 
 Floor of decode: bytes, 2·KV·D elements for each token of context, read once for all heads that share them. Floor of
 a prompt: operations, 2·H·D multiply-adds for each pair of positions.
@@ -292,9 +290,7 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
-    FIXED: tl.constexpr,
     IDENTITY: tl.constexpr,
-    SUM_BY_UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -310,7 +306,7 @@ def attention_kernel(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     request, first, count, start, last = tile_of(tiles, positions, tile, IDENTITY)
-    begin, size, chunks = chunks_of(start, last, chunk, splits, FIXED, WINDOW, BLOCK_N)
+    begin, size, chunks = chunks_of(start, last, chunk, splits, False, WINDOW, BLOCK_N)
     wait_turn(DEPENDENT)
     member = tl.arange(0, BLOCK_M)
     token = member // GROUP
@@ -330,10 +326,6 @@ def attention_kernel(
     if WINDOW > 0:
         lowest = start - WINDOW + 1
     blocks = table + request.to(tl.int64) * table_stride
-    if FIXED:
-        whole_acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        whole_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        whole_total = tl.zeros((BLOCK_M,), tl.float32)
     for number in range(tl.program_id(2), chunks, splits):
         low = begin + number * size
         high = tl.minimum(low + size, end)
@@ -345,26 +337,23 @@ def attention_kernel(
             whole = tl.maximum(low, tl.minimum(high, (start + 1) // BLOCK_N * BLOCK_N))
             acc, top, total = attend(
                 acc, top, total, queries, position, key_cache, value_cache, blocks, low, whole, lowest, end, factor,
-                softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, False, SUM_BY_UNIT,
+                softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, False, False,
                 PRECISION,
             )  # fmt: skip
             low = whole
         acc, top, total = attend(
             acc, top, total, queries, position, key_cache, value_cache, blocks, low, high, lowest, end, factor,
-            softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, SUM_BY_UNIT,
+            softcap, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_SIZE, WINDOW, SOFTCAP, True, False,
                 PRECISION,
         )  # fmt: skip
-        if SPLIT or FIXED:
+        if SPLIT:
             safe = tl.where(total > 0.0, total, 1.0)
             part = acc / safe[:, None]
             lse = tl.where(total > 0.0, top + tl.log2(safe), float("-inf"))
-            if FIXED:
-                whole_acc, whole_top, whole_total = joined(whole_acc, whole_top, whole_total, part, lse, True)
-            else:
-                member_row = (tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member
-                place = member_row * most_chunks + number
-                tl.store(partial + place[:, None] * HEAD_DIM + channel[None, :], part, mask=live[:, None])
-                tl.store(partial_lse + place, lse, mask=live)
+            member_row = (tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member
+            place = member_row * most_chunks + number
+            tl.store(partial + place[:, None] * HEAD_DIM + channel[None, :], part, mask=live[:, None])
+            tl.store(partial_lse + place, lse, mask=live)
         else:
             finish(acc, top, total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
     if MERGE:
@@ -379,8 +368,6 @@ def attention_kernel(
                     Q_HEADS, HEAD_DIM, SINKS,
                 )  # fmt: skip
             tl.store(counter, 0)
-    if FIXED:
-        finish(whole_acc, whole_top, whole_total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
 
 
 @triton.jit(do_not_specialize=["most_chunks", "splits", "chunk"])

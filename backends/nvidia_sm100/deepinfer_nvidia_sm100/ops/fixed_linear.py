@@ -34,7 +34,7 @@ SINGLE = Tile(block_n=64, block_m=64, block_k=32, splits=1, stages=3, warps=4)
 """In float32, whatever the number of rows: sums there are ordinary instructions, whose order may follow the tile."""
 TURNED = Tile(block_n=128, block_m=128, block_k=128, splits=1, stages=3, warps=8)
 """In 16 bits, of many rows that the copy engine cannot read."""
-MANY = ManyTile(rows=128, columns=128, step=64, stages=4, warps=8)
+MANY = ManyTile(rows=128, columns=128, step=64, stages=5, warps=8)
 """In 16 bits, of other rows than those with tiles of their own."""
 NARROW = ManyTile(rows=128, columns=64, step=64, stages=4, warps=4)
 """The same for 10.x, where two sums of the larger tile spill registers."""

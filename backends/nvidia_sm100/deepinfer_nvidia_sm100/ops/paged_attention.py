@@ -45,15 +45,13 @@ class Shape:
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i.
-    ``prompt``: of tiles with many rows."""
+    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i."""
 
     shape: Shape
     tiles: torch.Tensor | None
     count: int
     splits: int
     most_chunks: int
-    prompt: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -93,7 +91,7 @@ class Paged:
             Shape(rows=max(32 if single else 64, least), tokens=32, warps=8, stages=2)
             if wide
             # With two sums, a chunk's and the whole one, a tile of 64 rows and four warps spills registers.
-            else Shape(rows=max(128, least), tokens=64, warps=8, stages=3)
+            else Shape(rows=max(128, least), tokens=64, warps=8, stages=2)
             if self._fixed
             else Shape(rows=max(64, least), tokens=64, warps=4, stages=3)
         )
@@ -149,7 +147,6 @@ class Paged:
             count=count,
             splits=splits,
             most_chunks=most if self._fixed else splits,
-            prompt=not split,
         )
 
     def _run(
@@ -174,7 +171,6 @@ class Paged:
             partial = query.new_empty((members, launch.most_chunks, request.head_dim), dtype=torch.float32)
             lse = query.new_empty((members, launch.most_chunks), dtype=torch.float32)
         common: dict[str, Any] = {
-            "chunk": FIXED_CHUNK if self._fixed else LEAST_CHUNK,
             "most_chunks": launch.most_chunks,
             "splits": launch.splits,
             "Q_HEADS": request.q_heads,
@@ -184,7 +180,6 @@ class Paged:
             "BLOCK_N": shape.tokens,
             "WINDOW": request.window or 0,
             "SINKS": sinks is not None,
-            "FIXED": self._fixed,
             "IDENTITY": launch.tiles is None,
             **dependent(query),
         }
@@ -196,7 +191,6 @@ class Paged:
             "SPLIT": split,
             "MERGE": merge,
             "SOFTCAP": request.softcap is not None,
-            "SUM_BY_UNIT": self._fixed and request.dtype != "float32",
             "PRECISION": "ieee" if request.dtype == "float32" else "tf32",
             "num_warps": shape.warps,
             "num_stages": shape.stages,
@@ -207,13 +201,12 @@ class Paged:
             request.softcap or 0.0,
         )  # fmt: skip
         grid = (launch.count, request.kv_heads, launch.splits)
-        if self._fixed and (not launch.prompt or request.dtype == "float32"):
-            plain = {key: value for key, value in common.items() if key not in ("chunk", "FIXED")}
-            fixed_attention_kernel[grid](
-                *given, CHUNK=FIXED_CHUNK, GROUP_BLOCK=power_of_two(self._group), **plain, **more
-            )
+        chunk = FIXED_CHUNK if self._fixed else LEAST_CHUNK
+        if self._fixed:
+            fixed: dict[str, Any] = {"CHUNK": chunk, "GROUP_BLOCK": power_of_two(self._group)}
+            fixed_attention_kernel[grid](*given, SUM_BY_UNIT=request.dtype != "float32", **fixed, **common, **more)
         else:
-            attention_kernel[grid](*given, **common, **more)
+            attention_kernel[grid](*given, chunk=chunk, **common, **more)
         if split and not merge:
             many = launch.most_chunks > 16
             combine_kernel[(launch.count, request.kv_heads * tokens * self._group)](
@@ -223,6 +216,8 @@ class Paged:
                 some,
                 layout.positions,
                 tiles,
+                chunk=chunk,
+                FIXED=self._fixed,
                 TOGETHER=8 if self._fixed else 64 if many else 16,
                 num_warps=1 if self._fixed else 4 if many else 2,
                 **common,
