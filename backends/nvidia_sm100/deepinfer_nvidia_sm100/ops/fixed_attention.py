@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .attention_kernel import attend_block, finish, in_half, joined, tile_of
-from .dependent import take_turn
+from .dependent import let_next_in, wait_turn
 
 READ_AHEAD = tl.constexpr(8)
 
@@ -98,7 +98,7 @@ def fixed_attention_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid and arguments as ``attention_kernel``'s; a program takes neighbouring chunks."""
-    take_turn(DEPENDENT)
+    let_next_in(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -109,6 +109,7 @@ def fixed_attention_kernel(
     if WINDOW > 0:
         lowest = start - WINDOW + 1
         begin = tl.maximum(lowest, 0) // CHUNK * CHUNK
+    wait_turn(DEPENDENT)
     chunks = tl.cdiv(end - begin, CHUNK)
     each = tl.cdiv(chunks, splits)
     low = begin + tl.program_id(2) * each * CHUNK
