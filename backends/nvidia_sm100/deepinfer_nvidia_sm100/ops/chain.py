@@ -1,0 +1,84 @@
+"""The stages between the temperature and the token, in one reading of most rows, in two of flat ones.
+
+:mod:`.survey` reads the row; :mod:`.shortlist` settles it where few groups of tokens can hold what stays; else
+:mod:`.band` reads it again, or :mod:`.whole_row` does. Which way a row goes is decided on the device, and a kernel that
+has nothing to do for a row leaves at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from deepinfer_core.api import GREEDY_TEMPERATURE, PURPOSE_DRAW, SamplingBatch
+
+from .band import band_kernel, settle_kernel
+from .dependent import dependent
+from .shortlist import shortlist_kernel
+from .survey import GROUP, PART, survey_kernel
+from .whole_row import remove_kernel, whole_row_kernel
+
+CAP = 16384
+"""Tokens that a row's list holds."""
+BLOCK = 4096
+SPLIT = 2
+"""Pieces of a part that are read again on their own."""
+WARPS = {"survey": 8, "shortlist": 8, "band": 8, "settle": 16, "whole": 16, "remove": 8}
+
+
+def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, draw: bool) -> torch.Tensor:
+    """Run ``stages`` of temperature, top_k and top_p over ``[N, V]`` float32 logits.
+
+    With ``draw`` the logits stay as they are, and the result is the tokens drawn, ``[N]`` int64. Without it, and
+    without the temperature, the logits are cut in place and returned.
+    """
+    rows, vocab_size = logits.shape
+    out = torch.empty(rows if draw else 0, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return out if draw else logits
+    state = batch.state
+    parts = triton.cdiv(vocab_size, PART)
+    width, per_part = triton.next_power_of_2(parts), PART // GROUP
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((rows, *shape), dtype=dtype, device=logits.device)
+
+    maxima, peaks, sums, band, row_peak = (empty(*s) for s in ((parts * per_part,), (parts,), (SPLIT * parts,), (2,), ()))
+    groups, found, status = (empty(*s, dtype=torch.int32) for s in ((width * per_part,), (), ()))
+    listed, last = (empty(*s, dtype=torch.int64) for s in ((CAP,), ()))
+    row_total = empty(dtype=torch.float64)
+    uses = (int("temperature" in stages), int("top_k" in stages), int("top_p" in stages))
+    of_row = (
+        batch.slots, batch.positions, state.temperature, state.top_k, state.top_p, state.seed_lo, state.seed_hi,
+        state.child, *uses, vocab_size, logits.stride(0),
+    )  # fmt: skip
+    fixed: dict[str, Any] = {
+        "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": draw, **dependent(logits)
+    }  # fmt: skip
+    lists = {"GROUP": GROUP, "PARTS": width, "PER_PART": per_part, "CAP": CAP}
+    grid = (rows, parts)
+    survey_kernel[grid](logits, maxima, peaks, sums, *of_row, PART=PART, GROUP=GROUP, num_warps=WARPS["survey"], **fixed)
+    shortlist_kernel[(rows,)](
+        logits, maxima, peaks, sums, groups, listed, found, status, band, row_peak, row_total, last, out, *of_row, parts,
+        num_warps=WARPS["shortlist"], **lists, **fixed,
+    )  # fmt: skip
+    band_kernel[(rows, SPLIT * parts)](
+        logits, maxima, sums, listed, found, status, band, row_peak, *of_row, PART=PART // SPLIT, GROUP=GROUP, CAP=CAP,
+        num_warps=WARPS["band"], **fixed,
+    )  # fmt: skip
+    settle_kernel[(rows,)](
+        logits, maxima, sums, listed, found, status, band, row_peak, row_total, last, out, *of_row, parts,
+        SPLIT=SPLIT, num_warps=WARPS["settle"], **lists, **fixed,
+    )  # fmt: skip
+    whole_row_kernel[(rows,)](
+        logits, status, row_peak, last, out, *of_row, BLOCK=BLOCK, num_warps=WARPS["whole"], **fixed
+    )  # fmt: skip
+    if draw:
+        return out
+    remove_kernel[grid](
+        logits, maxima, last, vocab_size, logits.stride(0), PART=PART, GROUP=GROUP, num_warps=WARPS["remove"],
+        **dependent(logits),
+    )
+    return logits

@@ -1,0 +1,191 @@
+"""Tokens in the order in which they stay: by logit, then by lower id, as one integer each.
+
+A rank is a key (:func:`.keys.key_of`) times 2^31, plus what grows with a lower id: no two tokens of a row share one.
+Cutting a row is finding the least rank that stays. Masses are integers, 2^40 to the likeliest token, so that no sum
+depends on its order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .draw import noise_of, philox, uniform_of
+from .keys import key_of, value_of
+
+ID_MASK = tl.constexpr(0x7FFFFFFF)
+UNIT = tl.constexpr(2.0**40)
+
+
+@triton.jit
+def limits_of(row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY: tl.constexpr, DRAW: tl.constexpr):
+    """A row's parameters: slot, divisor (1: none), whether it is drawn at random, top_k (0: off), top_p (1: off)."""
+    slot = tl.load(slots + row)
+    heat = tl.load(temperature + slot)
+    sampled = heat == heat
+    if DRAW:
+        sampled = heat >= GREEDY
+    heat = tl.where(sampled & (use_t != 0), heat, 1.0)
+    k = tl.load(top_k + slot)
+    k = tl.where((use_k != 0) & sampled & (k > 0) & (k < vocab_size), k, 0).to(tl.int32)
+    p = tl.where((use_p != 0) & sampled, tl.load(top_p + slot), 1.0)
+    return slot, heat, sampled, k, p
+
+
+@triton.jit
+def tempered(value, peak, heat):
+    """As the stage ``temperature`` leaves a logit of a row with this largest one."""
+    return tl.where(heat == 1.0, value, tl.div_rn(value - peak, heat))
+
+
+@triton.jit
+def rank_of(value, token):
+    return (key_of(value).to(tl.int64) << 31) | (token.to(tl.int64) ^ ID_MASK)
+
+
+@triton.jit
+def token_of(rank):
+    return ((rank & ID_MASK) ^ ID_MASK).to(tl.int32)
+
+
+@triton.jit
+def logit_of(rank):
+    return value_of((rank >> 31).to(tl.uint32))
+
+
+@triton.jit
+def mass_of(value, top):
+    return (tl.exp(value - top).to(tl.float64) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def least_by_count(rank, low, high, k):
+    """The rank of the k-th best; at least k have ``low``, fewer ``high``. Ranks of nothing are negative."""
+    held = tl.sum((rank >= low).to(tl.int32), axis=0)
+    while (held > k) & (high - low > 1):
+        middle = low + (high - low) // 2
+        count = tl.sum((rank >= middle).to(tl.int32), axis=0)
+        if count >= k:
+            low = middle
+            held = count
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def reached(mass, total, p):
+    """Whether this much of a total is all that may stay."""
+    return (mass.to(tl.float64) / total).to(tl.float32) >= p
+
+
+@triton.jit
+def least_by_mass(rank, mass, low, high, above, total, p):
+    """The least rank with which the limit is reached, or ``low`` if it is not, and which of the two it is.
+
+    ``above``: mass of better tokens that are not among these.
+    """
+    there = rank >= low
+    held = tl.sum(there.to(tl.int32), axis=0)
+    enough = reached(above + tl.sum(tl.where(there, mass, 0), axis=0), total, p)
+    more = tl.full((), 0, tl.int32)
+    while enough & (held - more > 1) & (high - low > 1):
+        middle = low + (high - low) // 2
+        there = rank >= middle
+        count = tl.sum(there.to(tl.int32), axis=0)
+        if reached(above + tl.sum(tl.where(there, mass, 0), axis=0), total, p):
+            low = middle
+            held = count
+        else:
+            high = middle
+            more = count
+    return low, enough
+
+
+@triton.jit
+def exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr):
+    """``value - log E`` of single tokens."""
+    zero = (token * 0).to(tl.uint32)
+    stream = position * 3 + PURPOSE
+    w0, w1, w2, w3 = philox(
+        (token // 4).to(tl.uint32),
+        tl.load(child + slot).to(tl.uint32) + zero,
+        (stream & 0xFFFFFFFF).to(tl.uint32) + zero,
+        (stream >> 32).to(tl.uint32) + zero,
+        tl.load(seed_lo + slot).to(tl.uint32) + zero,
+        tl.load(seed_hi + slot).to(tl.uint32) + zero,
+    )
+    place = token % 4
+    word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+    return value - noise_of(uniform_of(word))
+
+
+@triton.jit
+def settle(
+    listed, count, k, p, above, total, peak, heat, slot, position, seed_lo, seed_hi, child,
+    PURPOSE: tl.constexpr, SIZE: tl.constexpr, DRAW: tl.constexpr,
+):  # fmt: skip
+    """The least rank that stays of up to SIZE tokens, given by the ranks of their raw logits, whether top-p's limit
+    was reached, and the best score of what stays with its token."""
+    number = tl.arange(0, SIZE)
+    given = tl.load(listed + number, mask=number < count, other=-1)
+    token = token_of(given)
+    value = tempered(logit_of(given), peak, heat)
+    rank = tl.where(given < 0, -1, rank_of(value, token))
+    top = tempered(peak, peak, heat)
+    low = tl.full((), 0, tl.int64)
+    high = tl.max(rank, axis=0) + 1
+    enough = count >= 0
+    if (k > 0) & (k < count):
+        low = least_by_count(rank, low, high, k)
+    if p < 1.0:
+        mass = tl.where(rank >= low, mass_of(value, top), 0)
+        if k > 0:
+            total = tl.sum(mass, axis=0).to(tl.float64)
+        low, enough = least_by_mass(rank, mass, low, high, above, total, p)
+    best = tl.full((), float("-inf"), tl.float32)
+    winner = tl.full((), 2147483647, tl.int32)
+    if DRAW:
+        kept = rank >= low
+        score = exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE)
+        score = tl.where(kept, score, float("-inf"))
+        best = tl.max(score, axis=0)
+        winner = tl.min(tl.where(kept & (score == best), token, 2147483647), axis=0)
+    return low, enough, best, winner
+
+
+@triton.jit
+def best_of_groups(
+    row_logits, row_bounds, groups, least, best, winner, peak, heat, sampled, slot, position, seed_lo, seed_hi, child,
+    vocab_size,
+    PURPOSE: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The best exact score, and its token, of what is at or above ``least``, beside a best that is known.
+
+    ``row_bounds [groups]``: what no score of a group exceeds, without the row's largest logit taken off.
+    """
+    number = tl.arange(0, ALL)
+    bound = tl.load(row_bounds + number, mask=number < groups, other=float("-inf"))
+    shift = tl.where(heat == 1.0, 0.0, peak / heat)
+    slack = 1e-4 + (tl.abs(peak / heat) + tl.abs(tl.max(bound, axis=0))) * (2.0**-20)
+    ahead = tl.max(bound, axis=0)
+    again = ahead > float("-inf")
+    while again:
+        group = tl.min(tl.where(bound == ahead, number, ALL), axis=0)
+        token = group * GROUP + tl.arange(0, GROUP)
+        value = tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf"))
+        kept = (value >= least) & (value > float("-inf"))
+        score = tempered(value, peak, heat)
+        if sampled:
+            score = exact_scores(score, token, slot, position, seed_lo, seed_hi, child, PURPOSE)
+        score = tl.where(kept, score, float("-inf"))
+        here = tl.max(score, axis=0)
+        first = tl.min(tl.where(kept & (score == here), token, 2147483647), axis=0)
+        if (here > best) | ((here == best) & (first < winner)):
+            best = here
+            winner = first
+        bound = tl.where(number == group, float("-inf"), bound)
+        ahead = tl.max(bound, axis=0)
+        # Greedy rows have exact bounds: the first group with the largest has the token.
+        again = sampled & (ahead > float("-inf")) & (ahead - shift >= best - slack)
+    return best, winner

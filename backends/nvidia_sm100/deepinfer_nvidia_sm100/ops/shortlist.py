@@ -1,0 +1,172 @@
+"""Rows of which few groups can hold what stays: those groups' tokens are listed, and the row is settled.
+
+By numbers: as many groups as tokens may stay, those of the largest maxima, hold all of them. By probability: maxima that
+together reach the limit are at least as many tokens as stay. Ties go to the lower group, as they do to the lower token.
+Where maxima do not reach the limit the row is flat: a sample of it says between which two logits the last token to stay
+lies, by four deviations of what the sample knows about the tail. :mod:`.band` then lists what lies between them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dependent import take_turn
+from .ranks import UNIT, best_of_groups, least_by_count, least_by_mass, limits_of, mass_of, rank_of, settle, tempered
+
+DONE, LISTED, BAND, OPEN = (tl.constexpr(n) for n in range(4))
+"""What is left to do for a row: nothing; its list; a band of its logits; all of it."""
+MARGIN = tl.constexpr(1.00001)
+"""Of the limit that maxima must reach: more than the row's float32 sums may be off by."""
+FEW, SOME = tl.constexpr(256), tl.constexpr(2048)
+LOOK = tl.constexpr(32)
+"""Groups whose tokens are looked at together."""
+FLAT = tl.constexpr(512)
+"""More groups than this are not looked at for a probability."""
+SAMPLE = tl.constexpr(4096)
+RUN = tl.constexpr(8)
+"""Neighbours read together: 32 bytes, as much as memory hands out."""
+
+
+@triton.jit
+def tail_from(value, weight, target, low, high):
+    """Two logits around the one below which the weights reach ``target``."""
+    for _ in range(14):
+        middle = 0.5 * (low + high)
+        if tl.sum(tl.where(value < middle, weight, 0.0), axis=0) <= target:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+@triton.jit
+def band_of(row_logits, peak, heat, p, total, vocab_size):
+    """Lowest logit of the band, and the one above it."""
+    number = tl.arange(0, SAMPLE)
+    runs = vocab_size // RUN
+    spread = (number // RUN).to(tl.int64) * runs // (SAMPLE // RUN) * RUN + number % RUN
+    token = tl.where(runs > SAMPLE // RUN, spread, number)
+    value = tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf"))
+    weight = tl.exp((value - peak) * (1.0 / heat))
+    scale = vocab_size.to(tl.float32) / tl.minimum(vocab_size, SAMPLE).to(tl.float32)
+    tail = (1.0 - p) * total / scale
+    floor = peak - 30.0 * heat
+    ceiling = peak + heat
+    middle, _ = tail_from(value, weight, tail, floor, ceiling)
+    spread_of = tl.sqrt(tl.sum(tl.where(value < middle, weight * weight, 0.0), axis=0))
+    least, _ = tail_from(value, weight, tail - 4.0 * spread_of, floor, ceiling)
+    low = tl.where(least > floor, least, float("-inf"))
+    _, most = tail_from(value, weight, tail + 4.0 * spread_of, floor, ceiling)
+    high = tl.where(most < ceiling, most, float("inf"))
+    return low, high
+
+
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+def shortlist_kernel(
+    logits, maxima, peaks, sums, groups, listed, found, state, band, row_peak, row_total, last, out,
+    slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
+    parts,
+    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr,
+    CAP: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (N,): ``state [N]`` int32; ``last [N]`` the least rank that stays (-1: nothing goes) and ``out [N]`` the
+    token drawn, where that is known; else what the kernels after it go on from."""
+    take_turn(DEPENDENT)
+    row = tl.program_id(0)
+    slot, heat, sampled, k, p = limits_of(
+        row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
+    )
+    cut = (k > 0) | (p < 1.0)
+    status = tl.full((), DONE, tl.int32)
+    least = tl.full((), -1, tl.int64)
+    winner = tl.full((), -1, tl.int32)
+    if DRAW | cut:
+        part = tl.arange(0, PARTS)
+        each = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
+        peak = tl.max(each, axis=0)
+        if (peak > float("-inf")) & (peak < float("inf")):
+            position = tl.load(positions + row)
+            row_logits = logits + row.to(tl.int64) * row_stride
+            row_maxima = maxima + row.to(tl.int64) * parts * PER_PART
+            row_groups = groups + row.to(tl.int64) * (PARTS * PER_PART)
+            row_listed = listed + row.to(tl.int64) * CAP
+            if cut:
+                total = tl.full((), 1.0, tl.float64)
+                if k == 0:
+                    there = each > float("-inf")
+                    sum_of = tl.load(sums + row * parts + part, mask=there, other=0.0)
+                    shrink = tl.exp((each - peak) * (1.0 / heat))
+                    total = tl.sum((sum_of * tl.where(there, shrink, 0.0)).to(tl.float64), axis=0) * UNIT
+                tl.store(row_peak + row, peak)
+                tl.store(row_total + row, total)
+                tl.store(found + row, 0)
+                number = tl.arange(0, PARTS * PER_PART)
+                best = tl.load(row_maxima + number, mask=number < parts * PER_PART, other=float("-inf"))
+                finite = best > float("-inf")
+                value = tempered(best, peak, heat)
+                top = tempered(peak, peak, heat)
+                rank = tl.where(finite, rank_of(value, number), -1)
+                low = tl.full((), 0, tl.int64)
+                high = tl.max(rank, axis=0) + 1
+                chosen = tl.sum(finite.to(tl.int32), axis=0)
+                flat = chosen < 0
+                if k > 0:
+                    if chosen > k:
+                        low = least_by_count(rank, low, high, k)
+                        chosen = k
+                else:
+                    share = tl.where(finite, mass_of(value, top), 0)
+                    low, enough = least_by_mass(
+                        rank, share, low, high, tl.full((), 0, tl.int64), total, tl.minimum(p * MARGIN, 1.0)
+                    )
+                    chosen = tl.sum((rank >= low).to(tl.int32), axis=0)
+                    flat = chosen > FLAT
+                if flat:
+                    least_logit, above = band_of(row_logits, peak, heat, p, (total / UNIT).to(tl.float32), vocab_size)
+                    tl.store(band + row * 2, least_logit)
+                    tl.store(band + row * 2 + 1, above)
+                    status = tl.full((), BAND, tl.int32)
+                else:
+                    mine = rank >= low
+                    tl.store(row_groups + tl.cumsum(mine.to(tl.int32), axis=0) - 1, number, mask=mine)
+                    tl.debug_barrier()  # read by other threads
+                    least_key = low >> 31
+                    taken = tl.full((), 0, tl.int32)
+                    for start in range(0, chosen, LOOK):
+                        flat_place = tl.arange(0, LOOK * GROUP)
+                        entry = start + flat_place // GROUP
+                        group = tl.load(row_groups + entry, mask=entry < chosen, other=0)
+                        token = group * GROUP + flat_place % GROUP
+                        inside = (entry < chosen) & (token < vocab_size)
+                        logit = tl.load(row_logits + token, mask=inside, other=float("-inf"))
+                        its_key = rank_of(tempered(logit, peak, heat), token) >> 31
+                        here = (logit > float("-inf")) & (its_key >= least_key)
+                        place = taken + tl.cumsum(here.to(tl.int32), axis=0) - 1
+                        tl.store(row_listed + place, rank_of(logit, token), mask=here & (place < CAP))
+                        taken += tl.sum(here.to(tl.int32), axis=0)
+                    tl.debug_barrier()
+                    nothing = tl.full((), 0, tl.int64)
+                    if taken <= FEW:
+                        least, _, _, winner = settle(
+                            row_listed, taken, k, p, nothing, total, peak, heat, slot, position, seed_lo, seed_hi,
+                            child, PURPOSE, FEW, DRAW,
+                        )  # fmt: skip
+                    elif taken <= SOME:
+                        least, _, _, winner = settle(
+                            row_listed, taken, k, p, nothing, total, peak, heat, slot, position, seed_lo, seed_hi,
+                            child, PURPOSE, SOME, DRAW,
+                        )  # fmt: skip
+                    else:
+                        tl.store(found + row, taken)
+                        status = tl.where(taken <= CAP, LISTED, OPEN).to(tl.int32)
+            else:
+                _, winner = best_of_groups(
+                    row_logits, row_maxima, parts * PER_PART, float("-inf"), tl.full((), float("-inf"), tl.float32),
+                    tl.full((), 2147483647, tl.int32), peak, heat, sampled, slot, position, seed_lo, seed_hi, child,
+                    vocab_size, PURPOSE, GROUP, PARTS * PER_PART,
+                )  # fmt: skip
+    tl.store(state + row, status)
+    tl.store(last + row, least)
+    if DRAW:
+        tl.store(out + row, winner.to(tl.int64))

@@ -1,0 +1,62 @@
+"""The first reading of a row: what each group of tokens holds at most, and what softmax needs of each part."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dependent import take_turn
+from .draw import words
+from .ranks import limits_of
+
+PART = 4096
+"""Tokens of one part of a row."""
+GROUP = 64
+"""Tokens of a group, neighbours."""
+
+
+@triton.jit
+def bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr, PART: tl.constexpr):
+    """What the scores of PART tokens do not exceed, by 0.06 and by what E is above ``u = w / 2^32``.
+
+    ``-log E <= -log u``, and a float's bits read as an integer are its base-2 logarithm from below, so that no
+    logarithm is taken.
+    """
+    stream = position * 3 + PURPOSE
+    word = words(first, tl.load(seed_lo + slot), tl.load(seed_hi + slot), tl.load(child + slot), stream, PART)
+    bits = word.to(tl.float32).to(tl.int32, bitcast=True)
+    return value * (1.0 / heat) + (159.0 * 0.6931472 - bits.to(tl.float32) * (0.6931472 / 8388608.0))
+
+
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+def survey_kernel(
+    logits, maxima, peaks, sums, slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k,
+    use_p, vocab_size, row_stride,
+    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (N, parts): ``peaks [N, parts]`` the largest logit, +inf for a NaN; ``sums`` of exponentials from there on;
+    ``maxima [N, parts * PART / GROUP]`` logits, or where every token may be drawn, bounds of their scores."""
+    take_turn(DEPENDENT)
+    row = tl.program_id(0)
+    first = tl.program_id(1) * PART
+    slot, heat, sampled, k, p = limits_of(
+        row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
+    )
+    if DRAW | (k > 0) | (p < 1.0):
+        token = first + tl.arange(0, PART)
+        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+        value = tl.where(value != value, float("inf"), value)
+        best = tl.max(tl.reshape(value, (PART // GROUP, GROUP)), axis=1)
+        top = tl.max(best, axis=0)
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(peaks + place, top)
+        if (top > float("-inf")) & (top < float("inf")) & (k == 0):
+            if p < 1.0:
+                tl.store(sums + place, tl.sum(tl.exp((value - top) * (1.0 / heat)), axis=0))
+            elif DRAW:
+                if sampled:
+                    position = tl.load(positions + row)
+                    bound = bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPOSE, PART)
+                    best = tl.max(tl.reshape(bound, (PART // GROUP, GROUP)), axis=1)
+        tl.store(maxima + place * (PART // GROUP) + tl.arange(0, PART // GROUP), best)
