@@ -52,11 +52,14 @@ from .expert_parallel import (
 )
 from .fused import (
     PARTS,
+    SAMPLED_TOGETHER,
     AttentionInputs,
     AttentionInputsRequest,
     GatedLinear,
     GatedLinearRequest,
     Region,
+    SampleTokens,
+    SampleTokensRequest,
 )
 from .gemm import (
     BatchedLinear,
@@ -220,6 +223,7 @@ __all__ = [
     "PURPOSE_COIN",
     "PURPOSE_DRAW",
     "PURPOSE_RESIDUAL",
+    "SAMPLED_TOGETHER",
     "STAGES",
     "Admit",
     "AppendTokens",
@@ -342,6 +346,8 @@ __all__ = [
     "RopeRequest",
     "Route",
     "RouteRequest",
+    "SampleTokens",
+    "SampleTokensRequest",
     "SamplingBatch",
     "SamplingRequest",
     "SamplingState",

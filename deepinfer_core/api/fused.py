@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from .attention import StepLayout
     from .kv_layout import LayerCache
+    from .sampling import SamplingBatch
 
 PARTS = "parts"
 """What a user's list names, and a plan says, where the parts of a region serve instead of it."""
@@ -34,10 +35,12 @@ class Region:
         request: of a ``fused.*`` operator.
         replaces: slots of ``ModelSpec.ops`` that it takes the place of. A slot is left out of the operator table when
             every region that lists it was chosen.
+        beside: its parts stay in the table, since the region serves some steps and they the others.
     """
 
     request: OpRequest
     replaces: tuple[str, ...]
+    beside: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -183,5 +186,39 @@ class GatedLinear(Protocol):
         """``[M, in_features]`` -> ``[M, width]``, fresh memory. M may be 0. Capturable.
 
         The product may be rounded to ``dtype`` before the activation, or not.
+        """
+        ...
+
+
+SAMPLED_TOGETHER = ("temperature", "top_k", "top_p", "draw")
+"""Stages that ``fused.sample_tokens`` takes the place of."""
+
+
+@attrs.frozen(kw_only=True)
+class SampleTokensRequest(OpRequest):
+    """From logits to tokens in steps whose rows need no other stage than :data:`SAMPLED_TOGETHER`.
+
+    Attributes:
+        vocab_size: width of the logits.
+    """
+
+    op: ClassVar[str] = "fused.sample_tokens"
+
+    vocab_size: int
+
+
+class SampleTokens(Protocol):
+    """Those stages of :data:`SAMPLED_TOGETHER` that are active, and the draw.
+
+    The engine asks it in steps without another stage, without drafts judged by rejection, and without rows that report
+    log-probabilities of processed logits; in all others the parts serve. Caps as for stages.
+    """
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """``[N, V]`` float32, left alone -> ``[N]`` int64 tokens, as the stages of ``batch.active`` would give them.
+
+        Ids at or above ``batch.token_limit`` are never drawn, whether the mask is active or not. -1 for a row that
+        holds a NaN, a +inf, or nothing but -inf below it. The sum by which top-p decides may be rounded otherwise
+        than the stage's. Rows are independent of each other. N may be 0.
         """
         ...

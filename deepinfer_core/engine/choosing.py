@@ -13,6 +13,7 @@ from deepinfer_core.api import (
     ModelSpec,
     OpRequest,
     Provider,
+    Region,
 )
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.plugins import ChosenRegions, DeviceChoice, choose, choose_regions
@@ -40,27 +41,30 @@ def choose_all(
     providers: list[tuple[str, Provider]],
     chosen: DeviceChoice,
     fallback: FallbackPolicy,
+    regions: Mapping[str, Region] | None = None,
 ) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
-    """What was chosen, and the regions that were not.
+    """What was chosen, and the regions that were not: of ``regions``, by default the model's.
 
     Layouts first: what they are called is a demand on everything that touches their groups. Then regions, which leave
     out operators.
     """
+
+    offered = spec.regions if regions is None else regions
 
     def decide(requests: Mapping[str, OpRequest], providers: Providers) -> tuple[Choice, ...]:
         return choose(requests, providers, user=config.ops, fallback=fallback, backend_plugin=chosen.plugin)
 
     def complete(located: Located) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
         rest = {slot: located(request) for slot, request in requests.items()}
-        regions: ChosenRegions = choose_regions(
-            {slot: attrs.evolve(region, request=located(region.request)) for slot, region in spec.regions.items()},
+        fused: ChosenRegions = choose_regions(
+            {slot: attrs.evolve(region, request=located(region.request)) for slot, region in offered.items()},
             rest,
             providers,
             user=config.ops,
             backend_plugin=chosen.plugin,
         )
-        served = decide({slot: request for slot, request in rest.items() if slot in regions.left}, providers)
-        return regions.chosen + served, regions.declined
+        served = decide({slot: request for slot, request in rest.items() if slot in fused.left}, providers)
+        return fused.chosen + served, fused.declined
 
     decided, (others, declined) = choose_with_layouts(
         layout_requests(config, spec, chosen), requests, providers, decide, complete

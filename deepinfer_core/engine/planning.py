@@ -33,6 +33,8 @@ from deepinfer_core.api import (
     Policy,
     ProcessGroup,
     Provider,
+    Region,
+    SampleTokensRequest,
     SamplingRequest,
     StageInfo,
 )
@@ -55,7 +57,7 @@ from .constraint_open import choose_compiler
 from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
-from .sampler import sampling_requests, stage_order
+from .sampler import sampling_region, sampling_requests, stage_order
 from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, own_keys, read_needs, with_module
 
 CACHE_DTYPES = {"auto": "", "fp8": "float8_e4m3fn"}
@@ -164,17 +166,19 @@ def make_plan(
     stages = _extra_stages(registry)
     drafter = _drafter(config, registry, checkpoint)
     on_host = drafter is not None and drafter.on_host
+    sampling = (
+        spec.vocab_size,
+        chosen.device.type,
+        _demands(config) | sampling_demands(config, host_drafts=on_host),
+    )
     requests = {
         **spec.ops,
         **runner_requests(chosen.device.type, _demands(config), config.kv_cache.block_size),
         **sampling_requests(
-            stage_order(stages),
-            spec.vocab_size,
-            chosen.device.type,
-            _demands(config) | sampling_demands(config, host_drafts=on_host),
-            verify=drafts(config) and config.speculation.verify != "exact",
+            stage_order(stages), *sampling, verify=drafts(config) and config.speculation.verify != "exact"
         ),
     }
+    regions = {**spec.regions, **sampling_region(*sampling)}
     if drafter is not None:
 
         def described(source: Checkpoint, architecture: str) -> tuple[type[ModelDefinition], ModelSpec]:
@@ -184,9 +188,9 @@ def make_plan(
 
         drafter = with_module(drafter, config, checkpoint, definition, spec, described)
     module = None if drafter is None else drafter.module
-    _check_keys(config, chosen, spec, requests, module)
+    _check_keys(config, chosen, spec, requests, regions, module)
     fallback = _fallback(config, chosen.device)
-    choices, declined = choose_all(config, spec, requests, providers, chosen, fallback)
+    choices, declined = choose_all(config, spec, requests, providers, chosen, fallback, regions)
     if drafter is not None and module is not None:
         own, parts = choose_all(own_keys(config), module.spec, dict(module.spec.ops), providers, chosen, fallback)
         drafter = attrs.evolve(drafter, module=attrs.evolve(module, choices=own))
@@ -301,16 +305,18 @@ def _check_keys(
     chosen: DeviceChoice,
     spec: ModelSpec,
     requests: Mapping[str, OpRequest],
+    regions: Mapping[str, Region],
     module: PlannedModule | None,
 ) -> None:
     """Refuse keys of ``ops`` that name nothing, in the target or in its draft module."""
     own = {} if module is None else model_requests(config, module.spec, chosen)
     prefixed = {PREFIX + slot: request for slot, request in own.items()}
-    check_user_keys(config.ops, {**model_requests(config, spec, chosen), **requests, **prefixed})
+    fused = {slot: region.request for slot, region in regions.items()}
+    check_user_keys(config.ops, {**model_requests(config, spec, chosen), **requests, **fused, **prefixed})
 
 
 def _sampling_providers(choices: tuple[Choice, ...], providers: list[tuple[str, Provider]]) -> list[Provider]:
-    chosen = {(c.op, c.provider) for c in choices if c.op == SamplingRequest.op}
+    chosen = {(c.op, c.provider) for c in choices if c.op in (SamplingRequest.op, SampleTokensRequest.op)}
     return [provider for plugin, provider in providers if (provider.op, f"{plugin}:{provider.name}") in chosen]
 
 

@@ -269,7 +269,7 @@ class Runner:
             processed=upload(needs.processed_rows) if len(needs.processed_rows) else None,
             processed_k=needs.processed_k,
         )
-        sampled = self._sample(hidden, sampling, rows, self._judged(ready.plan, drafting))
+        sampled = self._sample(hidden, sampling, rows, self._judged(ready.plan, drafting), needs.pads_only)
         self.ops.append_tokens.run(self.state.sampling.history, sampling.slots, sampling.positions, sampled.tokens)
         return sampled
 
@@ -285,10 +285,15 @@ class Runner:
         return JudgedRows(rows=self.device.upload(rows), drafts=self.device.upload(drafts), scores=None)
 
     def _sample(
-        self, hidden: torch.Tensor, batch: SamplingBatch, rows: LogprobRows, judged: JudgedRows | None
+        self,
+        hidden: torch.Tensor,
+        batch: SamplingBatch,
+        rows: LogprobRows,
+        judged: JudgedRows | None,
+        pads_only: bool,
     ) -> Sampled:
         try:
-            return self.sampler.run(self.model.logits(hidden), batch, rows, judged)
+            return self.sampler.run(self.model.logits(hidden), batch, rows, judged, pads_only=pads_only)
         except Exception as error:
             if self.device.is_out_of_memory(error):
                 raise

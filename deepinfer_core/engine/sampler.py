@@ -9,10 +9,13 @@ import attrs
 import torch
 
 from deepinfer_core.api import (
+    SAMPLED_TOGETHER,
     STAGES,
     JudgedRows,
     LogprobsResult,
     OpRequest,
+    Region,
+    SampleTokensRequest,
     SamplingBatch,
     SamplingRequest,
     StageInfo,
@@ -37,6 +40,13 @@ def sampling_requests(
         )
         for stage in (*stages, "logprobs", *(("verify",) if verify else ()))
     }
+
+
+def sampling_region(vocab_size: int, device_type: str, demands: frozenset[str]) -> dict[str, Region]:
+    """Slot name -> the region for steps that need few stages."""
+    request = SampleTokensRequest(vocab_size=vocab_size, device_type=device_type, demands=demands)
+    parts = tuple(f"sampling_{stage}" for stage in SAMPLED_TOGETHER)
+    return {"sample_tokens": Region(request=request, replaces=parts, beside=True)}
 
 
 @attrs.frozen(kw_only=True)
@@ -78,11 +88,28 @@ class Sampler:
         self._logprobs = ops.sampling_logprobs.run
         verify = getattr(ops, "sampling_verify", None)
         self._verify = None if verify is None else verify.run
+        region = getattr(ops, "sample_tokens", None)
+        self._region = None if region is None else region.run
 
     def run(
-        self, logits: torch.Tensor, batch: SamplingBatch, rows: LogprobRows, judged: JudgedRows | None = None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        rows: LogprobRows,
+        judged: JudgedRows | None = None,
+        *,
+        pads_only: bool = False,
     ) -> Sampled:
-        """Sample ``[N, V]`` float32 logits, which may be overwritten; judge drafts by rejection where told to."""
+        """Sample ``[N, V]`` float32 logits, which may be overwritten; judge drafts by rejection where told to.
+
+        Args:
+            pads_only: if the mask is active, then for no more than ``batch.token_limit``.
+        """
+        if self._region is not None and judged is None and rows.processed is None:
+            others = batch.active.difference(SAMPLED_TOGETHER)
+            if not others or (pads_only and others == {"mask"}):
+                kept = None if rows.raw is None else logits[rows.raw]
+                return self._sampled(self._region(logits, batch), logits, kept, rows)
         kept = None if rows.raw is None else logits[rows.raw]
         logits = self.process(logits, batch)
         tokens = self._draw(logits, batch)

@@ -20,11 +20,10 @@ NO_LOGPROBS, RAW, PROCESSED = 0, 1, 2
 WHOLE_VOCABULARY = -1
 
 
-def stages_needed(params: SamplingParams, *, bad_words: bool, pads: bool, masks_stops: bool) -> set[str]:
-    """Names of the stages that change this request's logits."""
+def stages_needed(params: SamplingParams, *, bad_words: bool, masks_stops: bool) -> set[str]:
+    """Names of the stages that change this request's logits, whatever the vocabulary is padded to."""
     needed = {
-        "mask": pads
-        or bad_words
+        "mask": bad_words
         or masks_stops
         or params.allowed_token_ids is not None
         or params.structured_outputs is not None,
@@ -47,10 +46,12 @@ def alternatives(wanted: int, vocab_size: int) -> int:
 class SamplingNeeds:
     """Of a step's sampled rows: stages that some row needs, and the rows that report log-probabilities.
 
-    ``raw_k`` and ``processed_k`` are the most alternatives that a row of the kind wants.
+    ``raw_k`` and ``processed_k`` are the most alternatives that a row of the kind wants. ``pads_only``: no row needs
+    the mask but for the padding of the vocabulary.
     """
 
     active: frozenset[str]
+    pads_only: bool
     raw_rows: Array
     raw_k: int
     processed_rows: Array
@@ -66,6 +67,7 @@ class SlotNeeds:
         self._vocab_size = vocab_size
         self._pads = pads
         self._stages = np.zeros((len(self._order), slots), bool)
+        self._masks = np.zeros(slots, bool)
         self._logprobs = np.zeros(slots, np.int8)
         self._k = np.zeros(slots, np.int64)
         self.any_prompt_logprobs = False
@@ -79,9 +81,10 @@ class SlotNeeds:
         needed = stages_needed(
             params,
             bad_words=bool(request.bad_word_ids),
-            pads=self._pads,
             masks_stops=params.min_tokens > 0 and bool(request.eos_token_ids),
         )
+        self._masks[slot] = "mask" in needed
+        needed |= {"mask"} if self._pads else set()
         needed |= {i.name for i in self._extra if not i.arguments.keys().isdisjoint(dict(params.extra_args))}
         self._stages[:, slot] = [stage in needed for stage in self._order]
         mode = NO_LOGPROBS if params.logprobs is None else RAW if params.logprobs_mode == "raw" else PROCESSED
@@ -107,6 +110,7 @@ class SlotNeeds:
         raw, processed = np.nonzero(modes == RAW)[0], np.nonzero(modes == PROCESSED)[0]
         return SamplingNeeds(
             active=frozenset(stage for stage, flag in zip(self._order, flags.tolist(), strict=True) if flag),
+            pads_only=not self._masks[slots].any(),
             raw_rows=raw,
             raw_k=int(self._k[slots[raw]].max(initial=0)),
             processed_rows=processed,

@@ -1,4 +1,4 @@
-"""Which regions serve in place of their parts.
+"""Which regions serve in place of their parts, or beside them.
 
 A region outranks its parts: it is chosen when a plugin's provider is eligible for it. Its parts serve when none is,
 when the user's list for it says ``"parts"`` before anything that can be met, or when that list names one of the parts.
@@ -52,7 +52,7 @@ def choose_regions(
         check_slot(slot)
         if slot in ops or not set(region.replaces) <= set(ops):
             raise PlanError(f"region {slot!r}: needs a slot of its own, and may replace operators of its model only")
-        for part in region.replaces:
+        for part in () if region.beside else region.replaces:
             replaced.setdefault(part, []).append(slot)
         choice = _decide(slot, region, ops, unique, user, backend_plugin)
         (declined if choice.provider == PARTS else chosen).append(choice)
@@ -95,7 +95,8 @@ def _decide(
 
 
 def _in_place(region: Region, choice: Choice) -> Choice:
-    reason = choice.reason or f"in place of {', '.join(region.replaces)}"
+    place = "beside" if region.beside else "in place of"
+    reason = choice.reason or f"{place} {', '.join(region.replaces)}"
     return attrs.evolve(choice, reason=reason, replaces=region.replaces)
 
 

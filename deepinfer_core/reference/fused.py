@@ -12,14 +12,19 @@ from deepinfer_core.api import (
     BuildContext,
     GatedLinearRequest,
     LayerCache,
+    SampleTokensRequest,
+    SamplingBatch,
+    SamplingRequest,
     StepLayout,
     WeightPart,
 )
 
 from .attention import WriteKV
+from .draw import Draw
 from .gemm import Linear, PackedLinear
 from .pointwise import RmsNorm, Swiglu
 from .rope import Rope
+from .stages import Temperature, TopK, TopP
 
 
 class AttentionInputs:
@@ -71,3 +76,25 @@ class GatedLinear:
     def run(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, width]``."""
         return self._swiglu.run(self._linear.run(x, weight))
+
+
+class SampleTokens:
+    """Temperature, top-k, top-p, draw."""
+
+    def __init__(self, request: SampleTokensRequest, context: BuildContext) -> None:
+        def part(kind: Any, stage: str) -> Any:
+            wanted = SamplingRequest(stage=stage, vocab_size=request.vocab_size, device_type=request.device_type)
+            return kind(wanted, context)
+
+        kinds = {"temperature": Temperature, "top_k": TopK, "top_p": TopP}
+        self._stages = {stage: part(kind, stage) for stage, kind in kinds.items()}
+        self._draw = part(Draw, "draw")
+
+    def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """``[N, V]`` float32 (not changed) -> ``[N]`` int64."""
+        logits = logits[:, : batch.token_limit]
+        for stage, part in self._stages.items():
+            if stage in batch.active:
+                logits = part.run(logits, batch)
+        tokens: torch.Tensor = self._draw.run(logits, batch)
+        return tokens

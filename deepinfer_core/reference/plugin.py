@@ -15,6 +15,7 @@ from deepinfer_core.api import (
     PluginInfo,
     Provider,
     RopeRequest,
+    SampleTokensRequest,
     SamplingRequest,
     Supports,
     hookimpl,
@@ -113,6 +114,7 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("attention_inputs", AttentionInputsRequest.op, "fused:AttentionInputs", caps, _supports_rope),
         _provider("gated_linear", GatedLinearRequest.op, "fused:GatedLinear", COMMON_CAPS),
+        _provider("sample_tokens", SampleTokensRequest.op, "fused:SampleTokens", STATE_CAPS),
     ]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from deepinfer_nvidia_sm100.ops import chain
-from gpu_support import ON_GPU, here
+from gpu_support import ON_GPU, here, operator
 from reference_support import batch
 from reference_support import operator as reference
 from test_nvidia_cuts import ROWS
 
-from deepinfer_core.api import SamplingRequest
+from deepinfer_core.api import SampleTokensRequest, SamplingRequest
 
 SEED = secrets.randbits(31)
 VOCAB = 129280 if ON_GPU else 9001
@@ -36,6 +36,7 @@ def parameters(source: random.Random, width: int, count: int) -> list[dict[str, 
 
 
 def by_parts(logits: torch.Tensor, step: Any, stages: frozenset[str]) -> torch.Tensor:
+    logits = logits[:, : step.token_limit]
     for stage in ("temperature", "top_k", "top_p", "draw"):
         if stage in stages or stage == "draw":
             logits = reference(SamplingRequest(stage=stage, vocab_size=logits.shape[1])).run(logits, step)
@@ -44,7 +45,8 @@ def by_parts(logits: torch.Tensor, step: Any, stages: frozenset[str]) -> torch.T
 
 def drawn(logits: torch.Tensor, step: Any, stages: frozenset[str] = STAGES) -> torch.Tensor:
     given = here(logits.clone())
-    found = chain.run(given, here(step), stages, draw=True).cpu()
+    step.active = stages
+    found: torch.Tensor = operator(SampleTokensRequest(vocab_size=logits.shape[1])).run(given, here(step)).cpu()
     assert torch.equal(given.cpu().view(torch.int32), logits.view(torch.int32)), "the logits stay as they are"
     return found
 
@@ -104,6 +106,19 @@ def test_lists_that_overflow_change_nothing(cap: int, monkeypatch: pytest.Monkey
     expected = by_parts(logits, step, STAGES)
     monkeypatch.setattr(chain, "CAP", cap)
     assert torch.equal(drawn(logits, step), expected)
+
+
+def test_padding_is_never_drawn() -> None:
+    draw = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(5, 4224, generator=draw)
+    logits[:, 4170:] = 30.0
+    logits[3, 4172] = float("nan")
+    rows = [
+        {"seed": n, "temperature": 1.3, "top_k": k, "top_p": p}
+        for n, (k, p) in enumerate(((0, 1.0), (4170, 0.95), (7, 1.0), (0, 0.9), (4169, 1.0)))
+    ]
+    step = batch(rows, 4224, token_limit=4170)
+    assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
 
 
 def test_no_rows() -> None:

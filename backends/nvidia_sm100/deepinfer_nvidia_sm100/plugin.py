@@ -23,6 +23,7 @@ from deepinfer_core.api import (
     Provider,
     RmsNormRequest,
     RopeRequest,
+    SampleTokensRequest,
     SamplingRequest,
     SlotMappingRequest,
     Supports,
@@ -49,6 +50,8 @@ PROOFS = "tests/nvidia_sm100"
 """Where the cap ``batch_invariant`` is proved; ``test_nvidia_batch_invariance.py`` has a test for most operators."""
 FP8_PROOF = "test_nvidia_fp8_linear.py::test_a_row_has_the_same_bits_among_any_number_of_rows"
 DTYPES = ("bfloat16", "float16", "float32")
+WIDEST = 262144
+"""Logits of a row that is sampled by one region."""
 CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
 
 
@@ -241,6 +244,12 @@ def _invariant_gated(request: GatedLinearRequest) -> Supports:
     return _fixed_order(_gated(request))
 
 
+def _sample_tokens(request: SampleTokensRequest) -> Supports:
+    if request.vocab_size > WIDEST:
+        return no(f"vocab_size {request.vocab_size}: keeps what its groups hold in registers, up to {WIDEST}")
+    return _floats(request)
+
+
 @hookimpl
 def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
     if device.backend != BACKEND:
@@ -261,6 +270,13 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             ROW_CAPS,
             _invariant_gated,
             proof="test_gated_linear",
+        ),
+        _provider(
+            "sample_tokens",
+            SampleTokensRequest.op,
+            "sample_tokens:SampleTokens",
+            CAPS | {"device_state"},
+            _sample_tokens,
         ),
     ]
 

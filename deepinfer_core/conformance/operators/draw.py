@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import attrs
 import torch
 
-from deepinfer_core.api import SamplingBatch, SamplingRequest
+from deepinfer_core.api import SAMPLED_TOGETHER, SampleTokensRequest, SamplingBatch, SamplingRequest
 from deepinfer_core.conformance.case import Case, Mismatch
 from deepinfer_core.conformance.compare import check_equal
 from deepinfer_core.conformance.target import Target
@@ -35,6 +36,8 @@ class Draw(Operation):
     """Tokens are exact: E and log E are float64 results rounded to float32, and what follows is one subtraction."""
 
     exact = True
+    requests: Sequence[Mapping[str, Any]] = REQUESTS
+    request: SamplingRequest | SampleTokensRequest
 
     def __init__(self, vocab: int = VOCAB) -> None:
         self.request = SamplingRequest(stage="draw", vocab_size=vocab)
@@ -50,12 +53,12 @@ class Draw(Operation):
         positions = torch.randint(0, 4000, (rows,), generator=draw)
         positions[:1] = 2**31  # its counter does not fit one word
         slots = (torch.arange(rows) + 1 + torch.arange(rows) // 7) % len(
-            REQUESTS
+            self.requests
         )  # each kind of row meets each request
         return {"logits": logits, "slots": slots, "positions": positions}
 
     def constants(self, draw: torch.Generator) -> Mapping[str, Any]:
-        return dict(state_fields(REQUESTS, self.request.vocab_size))
+        return dict(state_fields(self.requests, self.request.vocab_size))
 
     def prepare(self, op: Any, constants: Mapping[str, Any], put: Put) -> Mapping[str, Any]:
         return {"state": sampling_state({name: put(value) for name, value in constants.items()})}
@@ -65,11 +68,17 @@ class Draw(Operation):
             state=weights["state"],
             slots=inputs["slots"],
             positions=inputs["positions"],
-            token_limit=self.request.vocab_size,
-            active=frozenset({"draw"}),
+            token_limit=self.limit,
+            active=self.active,
             max_position=2**31,
         )
         return {"tokens": op.run(inputs["logits"], batch)}
+
+    active = frozenset({"draw"})
+
+    @property
+    def limit(self) -> int:
+        return self.request.vocab_size
 
     overwritten = frozenset({"logits"})
 
@@ -80,9 +89,32 @@ class Draw(Operation):
         """In float32, the arithmetic that defines a draw."""
         weights = self.prepare(None, constants, lambda tensor: tensor)
         outputs = self.call(
-            oracle(SamplingRequest(stage="draw", vocab_size=self.request.vocab_size)), copies(inputs), weights
+            oracle(attrs.evolve(self.request, device_type="cpu", demands=frozenset())), copies(inputs), weights
         )
         return outputs, {}
+
+
+class SampleTokens(Draw):
+    """The region of the temperature, top-k, top-p and the draw: tokens of the stages one after the other, in float32.
+
+    Only where a sum of probabilities meets top-p to the last bits may they differ; these rows have none such.
+    """
+
+    requests = tuple(
+        {**request, "top_k": top_k, "top_p": top_p}
+        for request, top_k, top_p in zip(REQUESTS, (0, 9, 0, 40, 1000), (0.75, 1.0, 1.0, 0.5, 0.9), strict=True)
+    )
+    active = frozenset(SAMPLED_TOGETHER)
+    overwritten = frozenset()
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self.request = SampleTokensRequest(vocab_size=vocab)
+        self.variant = ""
+
+    @property
+    def limit(self) -> int:
+        """The last ids are padding: never drawn."""
+        return self.request.vocab_size - 3
 
 
 def _where_it_stands(target: Target) -> str:

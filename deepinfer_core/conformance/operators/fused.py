@@ -14,6 +14,7 @@ from deepinfer_core.conformance.case import Case
 from deepinfer_core.conformance.tolerance import FUNCTION, U32, gamma, rounding
 
 from .caches import PAGED
+from .draw import SampleTokens
 from .gemm import magnitudes, stored_weight
 from .listing import operation_cases, other_dtypes
 from .operation import Operation, Put, Tensors, normal
@@ -178,6 +179,7 @@ def cases(dtype: str) -> Iterator[Case]:
     for variant, changes in (("bias", {"bias": True}), ("limit", {"limit": 0.5}), ("odd", {"shape": (200, 100)})):
         gated = partial(GatedLinear, dtype, variant=variant, **changes)
         yield from operation_cases(gated, dtype=dtype, tier="serves", only=("odd_rows", "one_row"), **optional)
+    yield from operation_cases(SampleTokens, dtype="float32", tier="serves", without=("extremes",), **optional)
     kinds: tuple[Any, ...] = (AttentionInputs, GatedLinear)
     for other in other_dtypes(dtype):
         for kind in kinds:

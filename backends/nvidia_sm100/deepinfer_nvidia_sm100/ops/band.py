@@ -19,6 +19,7 @@ FEW, LONG = tl.constexpr(2048), tl.constexpr(4096)
 def band_kernel(
     logits, maxima, sums, listed, found, state, band, row_peak,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
+    width,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, CAP: tl.constexpr,
     DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +37,8 @@ def band_kernel(
         most = tl.load(band + row * 2 + 1)
         first = part * PART
         token = first + tl.arange(0, PART)
-        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
+        value = tl.where(token < vocab_size, value, float("-inf"))
         above = value >= most
         place = row * tl.num_programs(1) + part
         weight = tl.where(above, tl.exp((value - peak) * (1.0 / heat)), 0.0)
@@ -109,7 +111,7 @@ def settle_kernel(
                 under = (enough == 0) & (least > float("-inf"))
                 under = under | ((least > float("-inf")) & (tempered(least, peak, heat) >= logit_of(low)))
                 right = (over == 0) & (edge == 0) & (under == 0)
-                if DRAW:
+                if DRAW:  # noqa: SIM102 - known when compiling, the next is not
                     if right:
                         row_logits = logits + row.to(tl.int64) * row_stride
                         best, winner = best_of_groups(

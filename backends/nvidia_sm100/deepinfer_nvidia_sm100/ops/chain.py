@@ -31,24 +31,28 @@ WARPS = {"survey": 8, "shortlist": 8, "band": 8, "settle": 16, "whole": 16, "rem
 def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, draw: bool) -> torch.Tensor:
     """Run ``stages`` of temperature, top_k and top_p over ``[N, V]`` float32 logits.
 
-    With ``draw`` the logits stay as they are, and the result is the tokens drawn, ``[N]`` int64. Without it, and
+    With ``draw`` the logits stay as they are, and the result is the tokens drawn, ``[N]`` int64, none of them at or
+    above the batch's ``token_limit``. Without it, and
     without the temperature, the logits are cut in place and returned.
     """
-    rows, vocab_size = logits.shape
+    rows, width = logits.shape
+    vocab_size = min(width, batch.token_limit) if draw else width
     out = torch.empty(rows if draw else 0, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out if draw else logits
+    if vocab_size <= 0:
+        return out.fill_(-1) if draw else logits
     state = batch.state
     parts = triton.cdiv(vocab_size, PART)
-    width, per_part = triton.next_power_of_2(parts), PART // GROUP
+    pieces, per_part = triton.next_power_of_2(parts), PART // GROUP
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty((rows, *shape), dtype=dtype, device=logits.device)
+    def empty(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((rows, size), dtype=dtype, device=logits.device)
 
-    maxima, peaks, sums, band, row_peak = (empty(*s) for s in ((parts * per_part,), (parts,), (SPLIT * parts,), (2,), ()))
-    groups, found, status = (empty(*s, dtype=torch.int32) for s in ((width * per_part,), (), ()))
-    listed, last = (empty(*s, dtype=torch.int64) for s in ((CAP,), ()))
-    row_total = empty(dtype=torch.float64)
+    maxima, peaks, sums, band, row_peak = map(empty, (parts * per_part, parts, SPLIT * parts, 2, 1))
+    groups, found, status = (empty(size, dtype=torch.int32) for size in (pieces * per_part, 1, 1))
+    listed, last = (empty(size, dtype=torch.int64) for size in (CAP, 1))
+    row_total = empty(1, dtype=torch.float64)
     uses = (int("temperature" in stages), int("top_k" in stages), int("top_p" in stages))
     of_row = (
         batch.slots, batch.positions, state.temperature, state.top_k, state.top_p, state.seed_lo, state.seed_hi,
@@ -57,16 +61,18 @@ def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, d
     fixed: dict[str, Any] = {
         "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": draw, **dependent(logits)
     }  # fmt: skip
-    lists = {"GROUP": GROUP, "PARTS": width, "PER_PART": per_part, "CAP": CAP}
+    lists = {"GROUP": GROUP, "PARTS": pieces, "PER_PART": per_part, "CAP": CAP}
     grid = (rows, parts)
-    survey_kernel[grid](logits, maxima, peaks, sums, *of_row, PART=PART, GROUP=GROUP, num_warps=WARPS["survey"], **fixed)
+    survey_kernel[grid](
+        logits, maxima, peaks, sums, *of_row, width, PART=PART, GROUP=GROUP, num_warps=WARPS["survey"], **fixed
+    )
     shortlist_kernel[(rows,)](
-        logits, maxima, peaks, sums, groups, listed, found, status, band, row_peak, row_total, last, out, *of_row, parts,
-        num_warps=WARPS["shortlist"], **lists, **fixed,
+        logits, maxima, peaks, sums, groups, listed, found, status, band, row_peak, row_total, last, out, *of_row,
+        parts, num_warps=WARPS["shortlist"], **lists, **fixed,
     )  # fmt: skip
     band_kernel[(rows, SPLIT * parts)](
-        logits, maxima, sums, listed, found, status, band, row_peak, *of_row, PART=PART // SPLIT, GROUP=GROUP, CAP=CAP,
-        num_warps=WARPS["band"], **fixed,
+        logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width,
+        PART=PART // SPLIT, GROUP=GROUP, CAP=CAP, num_warps=WARPS["band"], **fixed,
     )  # fmt: skip
     settle_kernel[(rows,)](
         logits, maxima, sums, listed, found, status, band, row_peak, row_total, last, out, *of_row, parts,
@@ -78,7 +84,14 @@ def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, d
     if draw:
         return out
     remove_kernel[grid](
-        logits, maxima, last, vocab_size, logits.stride(0), PART=PART, GROUP=GROUP, num_warps=WARPS["remove"],
+        logits,
+        maxima,
+        last,
+        vocab_size,
+        logits.stride(0),
+        PART=PART,
+        GROUP=GROUP,
+        num_warps=WARPS["remove"],
         **dependent(logits),
     )
     return logits

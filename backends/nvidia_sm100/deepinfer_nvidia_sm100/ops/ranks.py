@@ -18,7 +18,9 @@ UNIT = tl.constexpr(2.0**40)
 
 
 @triton.jit
-def limits_of(row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY: tl.constexpr, DRAW: tl.constexpr):
+def limits_of(
+    row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY: tl.constexpr, DRAW: tl.constexpr
+):
     """A row's parameters: slot, divisor (1: none), whether it is drawn at random, top_k (0: off), top_p (1: off)."""
     slot = tl.load(slots + row)
     heat = tl.load(temperature + slot)

@@ -1,9 +1,9 @@
 """Rows of which few groups can hold what stays: those groups' tokens are listed, and the row is settled.
 
-By numbers: as many groups as tokens may stay, those of the largest maxima, hold all of them. By probability: maxima that
-together reach the limit are at least as many tokens as stay. Ties go to the lower group, as they do to the lower token.
-Where maxima do not reach the limit the row is flat: a sample of it says between which two logits the last token to stay
-lies, by four deviations of what the sample knows about the tail. :mod:`.band` then lists what lies between them.
+By numbers: as many groups as tokens may stay, those of the largest maxima, hold all of them. By probability: maxima
+that together reach the limit are at least as many tokens as stay. Ties go to the lower group, as they do to the lower
+token. Where maxima do not reach the limit the row is flat: a sample of it says between which two logits the last token
+to stay lies, by four deviations of what the sample knows about the tail. :mod:`.band` lists what lies between them.
 """
 
 from __future__ import annotations

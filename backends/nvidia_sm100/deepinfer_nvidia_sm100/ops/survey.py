@@ -31,12 +31,13 @@ def bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPO
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
 def survey_kernel(
     logits, maxima, peaks, sums, slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k,
-    use_p, vocab_size, row_stride,
+    use_p, vocab_size, row_stride, width,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, parts): ``peaks [N, parts]`` the largest logit, +inf for a NaN; ``sums`` of exponentials from there on;
-    ``maxima [N, parts * PART / GROUP]`` logits, or where every token may be drawn, bounds of their scores."""
+    """Grid (N, parts), of the first ``vocab_size`` of ``width`` logits a row: ``peaks [N, parts]`` the largest, +inf for
+    a NaN; ``sums`` of exponentials from there on; ``maxima [N, parts * PART / GROUP]`` logits, or where every token may
+    be drawn, bounds of their scores."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     first = tl.program_id(1) * PART
@@ -45,8 +46,9 @@ def survey_kernel(
     )
     if DRAW | (k > 0) | (p < 1.0):
         token = first + tl.arange(0, PART)
-        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab_size, other=float("-inf"))
+        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
         value = tl.where(value != value, float("inf"), value)
+        value = tl.where(token < vocab_size, value, float("-inf"))
         best = tl.max(tl.reshape(value, (PART // GROUP, GROUP)), axis=1)
         top = tl.max(best, axis=0)
         place = row * tl.num_programs(1) + tl.program_id(1)
@@ -54,7 +56,7 @@ def survey_kernel(
         if (top > float("-inf")) & (top < float("inf")) & (k == 0):
             if p < 1.0:
                 tl.store(sums + place, tl.sum(tl.exp((value - top) * (1.0 / heat)), axis=0))
-            elif DRAW:
+            elif DRAW:  # noqa: SIM102 - known when compiling, the next is not
                 if sampled:
                     position = tl.load(positions + row)
                     bound = bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPOSE, PART)
