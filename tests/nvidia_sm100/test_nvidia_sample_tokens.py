@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepinfer_nvidia_sm100.ops import chain
+import triton.language as tl
+from deepinfer_nvidia_sm100.ops import band, chain, lists, shortlist
 from gpu_support import ON_GPU, here, operator
 from reference_support import batch
 from reference_support import operator as reference
@@ -51,11 +52,12 @@ def drawn(logits: torch.Tensor, step: Any, stages: frozenset[str] = STAGES) -> t
     return found
 
 
-@pytest.mark.parametrize("width", [VOCAB, 1003])
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(
+    ("kind", "width"), [*((kind, VOCAB) for kind in ROWS), *((kind, 1003) for kind in ("wide", "ties", "few"))]
+)
 def test_tokens_are_those_of_the_stages(kind: str, width: int) -> None:
     source, draw = random.Random(f"{SEED} {kind} {width}"), torch.Generator().manual_seed(SEED)
-    rows = parameters(source, width, 24 if ON_GPU else 6)
+    rows = parameters(source, width, 24 if ON_GPU else 4)
     logits = torch.stack([ROWS[kind](source, draw, width) for _ in rows])
     step = batch(rows, width)
     found, expected = drawn(logits, step), by_parts(logits, step, STAGES)
@@ -97,14 +99,16 @@ def test_rows_are_drawn_alike_alone_and_together() -> None:
         assert drawn(logits[n : n + 1], batch(rows[n : n + 1], VOCAB)).tolist() == together[n : n + 1].tolist()
 
 
-@pytest.mark.parametrize("cap", [300, 2500])
-def test_lists_that_overflow_change_nothing(cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lanes", [4, 60])
+def test_lists_that_overflow_change_nothing(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(SEED)
     logits = torch.randn(4, 9000, generator=draw) * torch.tensor([0.3, 1.0, 2.0, 3.0])[:, None]
     rows = [{"seed": n, "temperature": 1.3, "top_p": p} for n, p in enumerate((0.9, 0.5, 0.99, 0.8))]
     step = batch(rows, 9000)
     expected = by_parts(logits, step, STAGES)
-    monkeypatch.setattr(chain, "CAP", cap)
+    monkeypatch.setattr(lists, "LANES", tl.constexpr(lanes))
+    for module in (shortlist, band):
+        monkeypatch.setattr(module, "LANES", tl.constexpr(lanes))
     assert torch.equal(drawn(logits, step), expected)
 
 
@@ -125,10 +129,10 @@ def test_no_rows() -> None:
     assert drawn(torch.zeros(0, 40), batch([], 40)).shape == (0,)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.8), (9, 0.7)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.8), (9, 0.7)])
 def test_frequencies(top_k: int, top_p: float) -> None:
     """Chi-square over many seeds, against the distribution that the stages leave."""
-    count, width = (20000, 40) if ON_GPU else (1500, 40)
+    count, width = (20000, 40) if ON_GPU else (240, 40)
     row = torch.randn(width, generator=torch.Generator().manual_seed(SEED)) * 1.5
     rows = [{"seed": SEED * 100003 + n, "temperature": 0.8, "top_k": top_k, "top_p": top_p} for n in range(count)]
     step = batch(rows, width)
@@ -144,3 +148,27 @@ def test_frequencies(top_k: int, top_p: float) -> None:
     statistic = float(((counts - expected) ** 2 / expected)[real].sum())
     freedom = int(real.sum()) - 1
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5 + 5, f"seed {SEED}"
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 2.0])
+def test_flat_rows_are_read_twice_and_no_more(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A band of the row is guessed from a sample, and holds the last token to stay."""
+    width = 129280 if ON_GPU else 20000
+    draw = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(3, width, generator=draw) * scale
+    rows = [{"seed": n, "temperature": t, "top_p": p} for n, (t, p) in enumerate(((1.0, 0.9), (0.8, 0.95), (1.5, 0.6)))]
+    step = batch(rows, width)
+    states: list[list[int]] = []
+    plain = chain.whole_row_kernel
+
+    class Seen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                states.append(arguments[1].flatten().tolist())
+                plain[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(chain, "whole_row_kernel", Seen())
+    assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
+    assert states == [[0, 0, 0]], f"seed {SEED}: no row was left open"

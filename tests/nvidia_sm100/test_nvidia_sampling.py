@@ -143,7 +143,10 @@ def test_top_k() -> None:
     logits[2, 40:] = -INF
     logits[3, 0] = NAN
     logits[4, ::3], logits[4, 1::3] = 0.0, -0.0
-    equal("top_k", logits, [{"top_k": k} for k in (1, 7, 50, 3, 1700, 0, 5000, 4999, 2000)])
+    step = batch([{"top_k": k} for k in (1, 7, 50, 3, 1700, 0, 5000, 4999, 2000)], 5000)
+    found, expected = both("top_k", logits, step)
+    assert found[3].isnan().any(), "a broken row stays one"
+    assert torch.equal(found[torch.arange(9) != 3], expected[torch.arange(9) != 3])
 
 
 def test_top_p() -> None:

@@ -6,64 +6,83 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
+from .lists import LANES, REGIONS, draw_listed, entries, least_of
 from .long_list import settle_long
-from .ranks import UNIT, best_of_groups, limits_of, logit_of, rank_of, reached, settle, tempered
+from .ranks import UNIT, best_of_groups, limits_of, logit_of, rank_of, reached, tempered
 from .shortlist import BAND, DONE, LISTED, OPEN
 from .survey import bounds_of
 
-FEW, LONG = tl.constexpr(2048), tl.constexpr(4096)
-"""Tokens of a list that are held in registers, and read together when there are more."""
+NARROW, WIDE, LONG = tl.constexpr(128), tl.constexpr(512), tl.constexpr(64)
+"""Entries of a region that are held in registers, and read together when there are more."""
+TILE = tl.constexpr(512)
+"""Tokens that are looked at together."""
 
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
 def band_kernel(
     logits, maxima, sums, listed, found, state, band, row_peak,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
-    width,
-    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, CAP: tl.constexpr,
-    DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
+    width, groups,
+    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, parts): ``sums [N, parts]`` of what is above, ``listed [N, CAP]`` in any order, ``found [N]``; when
-    tokens are drawn, ``maxima`` of the bounds of what is above."""
+    """Grid (N, REGIONS), each a piece of the row: ``sums [N, REGIONS]`` of what is above the band, the region's list of
+    what is inside; when tokens are drawn, ``maxima [N, groups]``, bounds of the scores of what is above."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     if tl.load(state + row) == BAND:
-        part = tl.num_programs(1) - 1 - tl.program_id(1)  # what was read last is still in the cache
+        region = tl.program_id(1)
         slot, heat, _, _, _ = limits_of(
             row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
         )
+        position = tl.load(positions + row)
         peak = tl.load(row_peak + row)
         least = tl.load(band + row * 2)
         most = tl.load(band + row * 2 + 1)
-        first = part * PART
-        token = first + tl.arange(0, PART)
-        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
-        value = tl.where(token < vocab_size, value, float("-inf"))
-        above = value >= most
-        place = row * tl.num_programs(1) + part
-        weight = tl.where(above, tl.exp((value - peak) * (1.0 / heat)), 0.0)
-        tl.store(sums + place, tl.sum(weight, axis=0))
-        inside = (value >= least) & (value > float("-inf")) & (above == 0)
-        order = tl.cumsum(inside.to(tl.int32), axis=0)
-        here = tl.max(order, axis=0)
-        start = tl.atomic_add(found + row, here, sem="relaxed")
-        entry = start + order - 1
-        tl.store(listed + row.to(tl.int64) * CAP + entry, rank_of(value, token), mask=inside & (entry < CAP))
-        if DRAW:
-            position = tl.load(positions + row)
-            bound = bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPOSE, PART)
-            bound = tl.where(above, bound, float("-inf"))
-            best = tl.max(tl.reshape(bound, (PART // GROUP, GROUP)), axis=1)
-            tl.store(maxima + place * (PART // GROUP) + tl.arange(0, PART // GROUP), best)
+        row_logits = logits + row.to(tl.int64) * row_stride
+        region_listed = listed + row.to(tl.int64) * (REGIONS * LANES) + region * LANES
+        column = tl.arange(0, TILE)
+        tiles = tl.cdiv(vocab_size, TILE)
+        each = tl.cdiv(tiles, REGIONS)
+        first = region * each
+        end = tl.minimum(first + each, tiles)
+        weights = tl.zeros((TILE,), tl.float32)
+        taken = tl.full((), 0, tl.int32)
+        value = tl.load(
+            row_logits + first * TILE + column,
+            mask=(first * TILE + column < width) & (first < end),
+            other=float("-inf"),
+        )
+        for tile in range(first, end):
+            token = column + tile * TILE
+            following = tl.load(
+                row_logits + token + TILE, mask=(token + TILE < width) & (tile + 1 < end), other=float("-inf")
+            )
+            value = tl.where(token < vocab_size, value, float("-inf"))
+            above = value >= most
+            weights += tl.where(above, tl.exp((value - peak) * (1.0 / heat)), 0.0)
+            inside = (value >= least) & (value > float("-inf")) & (above == 0)
+            order = tl.cumsum(inside.to(tl.int32), axis=0)
+            entry = taken + order - 1
+            tl.store(region_listed + entry, rank_of(value, token), mask=inside & (entry < LANES))
+            taken += tl.max(order, axis=0)
+            if DRAW:
+                bound = bounds_of(value, tile * TILE, heat, slot, position, seed_lo, seed_hi, child, PURPOSE, TILE)
+                bound = tl.where(above, bound, float("-inf"))
+                best = tl.max(tl.reshape(bound, (TILE // GROUP, GROUP)), axis=1)
+                place = tl.arange(0, TILE // GROUP) + tile * (TILE // GROUP)
+                tl.store(maxima + row.to(tl.int64) * groups + place, best)
+            value = following
+        tl.store(sums + row * REGIONS + region, tl.sum(weights, axis=0))
+        tl.store(found + row * REGIONS + region, taken)
 
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
 def settle_kernel(
     logits, maxima, sums, listed, found, state, band, row_peak, row_total, last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
-    parts,
-    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr,
-    CAP: tl.constexpr, SPLIT: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
+    groups,
+    GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DRAW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N,): rows with a list. A band that misses the last token leaves its row open."""
     take_turn(DEPENDENT)
@@ -73,36 +92,35 @@ def settle_kernel(
         slot, heat, sampled, k, p = limits_of(
             row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
         )
-        count = tl.load(found + row)
+        row_found = found + row * REGIONS
+        longest = tl.max(tl.load(row_found + tl.arange(0, REGIONS)), axis=0)
         banded = status == BAND
-        right = (count <= CAP) & (count > 0)
+        right = (longest <= LANES) & (longest > 0)
         if right:
             position = tl.load(positions + row)
             peak = tl.load(row_peak + row)
             total = tl.load(row_total + row)
+            row_logits = logits + row.to(tl.int64) * row_stride
+            row_listed = listed + row.to(tl.int64) * (REGIONS * LANES)
             above = tl.full((), 0, tl.int64)
+            low = above
             most = tl.full((), float("inf"), tl.float32)
             least = tl.full((), float("-inf"), tl.float32)
             if banded:
-                part = tl.arange(0, SPLIT * PARTS)
-                weighed = tl.load(sums + row * SPLIT * parts + part, mask=part < SPLIT * parts, other=0.0)
+                weighed = tl.load(sums + row * REGIONS + tl.arange(0, REGIONS))
                 above = (tl.sum(weighed.to(tl.float64), axis=0) * UNIT).to(tl.int64)
                 least = tl.load(band + row * 2)
                 most = tl.load(band + row * 2 + 1)
-            row_listed = listed + row.to(tl.int64) * CAP
-            low = tl.full((), 0, tl.int64)
-            enough = count > 0
-            best = tl.full((), float("-inf"), tl.float32)
-            winner = tl.full((), 2147483647, tl.int32)
-            if count <= FEW:
-                low, enough, best, winner = settle(
-                    row_listed, count, k, p, above, total, peak, heat, slot, position, seed_lo, seed_hi, child,
-                    PURPOSE, FEW, DRAW,
-                )  # fmt: skip
+                low = (rank_of(tempered(least, peak, heat), tl.full((), 0, tl.int32)) >> 31) << 31
+            enough = longest > 0
+            if longest <= NARROW:
+                low, enough = least_of(entries(row_listed, row_found, 0, NARROW), k, p, above, total, low, peak, heat)
+            elif longest <= WIDE:
+                low, enough = least_of(entries(row_listed, row_found, 0, WIDE), k, p, above, total, low, peak, heat)
             else:
-                low, enough, best, winner = settle_long(
-                    logits, row_listed, count, k, p, above, total, peak, heat, slot, position, seed_lo, seed_hi, child,
-                    PURPOSE, True, LONG, DRAW,
+                low, enough, _, _ = settle_long(
+                    row_logits, row_listed, row_found, longest, k, p, above, total, peak, heat, slot, position, seed_lo,
+                    seed_hi, child, PURPOSE, True, LONG, False,
                 )  # fmt: skip
             if banded:
                 # Dividing may make equals of what lies on two sides of the band's edge: then ids decide among both.
@@ -111,16 +129,17 @@ def settle_kernel(
                 under = (enough == 0) & (least > float("-inf"))
                 under = under | ((least > float("-inf")) & (tempered(least, peak, heat) >= logit_of(low)))
                 right = (over == 0) & (edge == 0) & (under == 0)
-                if DRAW:  # noqa: SIM102 - known when compiling, the next is not
-                    if right:
-                        row_logits = logits + row.to(tl.int64) * row_stride
-                        best, winner = best_of_groups(
-                            row_logits, maxima + row.to(tl.int64) * parts * PER_PART, parts * PER_PART, most, best,
-                            winner, peak, heat, sampled, slot, position, seed_lo, seed_hi, child, vocab_size, PURPOSE,
-                            GROUP, PARTS * PER_PART,
-                        )  # fmt: skip
             if right:
                 tl.store(last + row, low)
                 if DRAW:
+                    best, winner = draw_listed(
+                        row_listed, row_found, longest, low, peak, heat, slot, position, seed_lo, seed_hi, child,
+                        PURPOSE, LONG,
+                    )  # fmt: skip
+                    if banded:
+                        best, winner = best_of_groups(
+                            row_logits, maxima + row.to(tl.int64) * groups, groups, most, best, winner, peak, heat,
+                            sampled, slot, position, seed_lo, seed_hi, child, vocab_size, PURPOSE, GROUP, GROUPS,
+                        )  # fmt: skip
                     tl.store(out + row, winner.to(tl.int64))
         tl.store(state + row, tl.where(right, DONE, OPEN).to(tl.int32))

@@ -16,16 +16,15 @@ from deepinfer_core.api import GREEDY_TEMPERATURE, PURPOSE_DRAW, SamplingBatch
 
 from .band import band_kernel, settle_kernel
 from .dependent import dependent
+from .lists import LANES, REGIONS
+from .remove import SIZE, remove_kernel
 from .shortlist import shortlist_kernel
 from .survey import GROUP, PART, survey_kernel
-from .whole_row import remove_kernel, whole_row_kernel
+from .whole_row import whole_row_kernel
 
-CAP = 16384
-"""Tokens that a row's list holds."""
 BLOCK = 4096
-SPLIT = 2
-"""Pieces of a part that are read again on their own."""
-WARPS = {"survey": 8, "shortlist": 8, "band": 8, "settle": 16, "whole": 16, "remove": 8}
+"""Tokens of a whole row that are looked at together."""
+WARPS = {"survey": 4, "shortlist": 8, "band": 4, "settle": 16, "whole": 16, "remove": 4}
 
 
 def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, draw: bool) -> torch.Tensor:
@@ -45,13 +44,14 @@ def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, d
     state = batch.state
     parts = triton.cdiv(vocab_size, PART)
     pieces, per_part = triton.next_power_of_2(parts), PART // GROUP
+    groups = parts * per_part
 
     def empty(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((rows, size), dtype=dtype, device=logits.device)
 
-    maxima, peaks, sums, band, row_peak = map(empty, (parts * per_part, parts, SPLIT * parts, 2, 1))
-    groups, found, status = (empty(size, dtype=torch.int32) for size in (pieces * per_part, 1, 1))
-    listed, last = (empty(size, dtype=torch.int64) for size in (CAP, 1))
+    maxima, peaks, sums, band, row_peak = map(empty, (groups, parts, max(parts, REGIONS), 2, 1))
+    chosen, found, status = (empty(size, dtype=torch.int32) for size in (pieces * per_part, REGIONS, 1))
+    listed, last = (empty(size, dtype=torch.int64) for size in (REGIONS * LANES, 1))
     row_total = empty(1, dtype=torch.float64)
     uses = (int("temperature" in stages), int("top_k" in stages), int("top_p" in stages))
     of_row = (
@@ -61,37 +61,29 @@ def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, d
     fixed: dict[str, Any] = {
         "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": draw, **dependent(logits)
     }  # fmt: skip
-    lists = {"GROUP": GROUP, "PARTS": pieces, "PER_PART": per_part, "CAP": CAP}
     grid = (rows, parts)
     survey_kernel[grid](
         logits, maxima, peaks, sums, *of_row, width, PART=PART, GROUP=GROUP, num_warps=WARPS["survey"], **fixed
-    )
-    shortlist_kernel[(rows,)](
-        logits, maxima, peaks, sums, groups, listed, found, status, band, row_peak, row_total, last, out, *of_row,
-        parts, num_warps=WARPS["shortlist"], **lists, **fixed,
     )  # fmt: skip
-    band_kernel[(rows, SPLIT * parts)](
-        logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width,
-        PART=PART // SPLIT, GROUP=GROUP, CAP=CAP, num_warps=WARPS["band"], **fixed,
+    shortlist_kernel[(rows,)](
+        logits, maxima, peaks, sums, chosen, listed, found, status, band, row_peak, row_total, last, out, *of_row,
+        parts, GROUP=GROUP, PARTS=pieces, PER_PART=per_part, num_warps=WARPS["shortlist"], **fixed,
+    )  # fmt: skip
+    band_kernel[(rows, REGIONS)](
+        logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width, groups,
+        GROUP=GROUP, num_warps=WARPS["band"], **fixed,
     )  # fmt: skip
     settle_kernel[(rows,)](
-        logits, maxima, sums, listed, found, status, band, row_peak, row_total, last, out, *of_row, parts,
-        SPLIT=SPLIT, num_warps=WARPS["settle"], **lists, **fixed,
+        logits, maxima, sums, listed, found, status, band, row_peak, row_total, last, out, *of_row, groups,
+        GROUP=GROUP, GROUPS=pieces * per_part, num_warps=WARPS["settle"], **fixed,
     )  # fmt: skip
     whole_row_kernel[(rows,)](
         logits, status, row_peak, last, out, *of_row, BLOCK=BLOCK, num_warps=WARPS["whole"], **fixed
     )  # fmt: skip
     if draw:
         return out
-    remove_kernel[grid](
-        logits,
-        maxima,
-        last,
-        vocab_size,
-        logits.stride(0),
-        PART=PART,
-        GROUP=GROUP,
-        num_warps=WARPS["remove"],
-        **dependent(logits),
-    )
+    remove_kernel[(rows, triton.cdiv(vocab_size, SIZE))](
+        logits, maxima, last, vocab_size, logits.stride(0), groups, SIZE=SIZE, GROUP=GROUP,
+        num_warps=WARPS["remove"], **dependent(logits),
+    )  # fmt: skip
     return logits

@@ -42,7 +42,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 @triton.jit
 def words(first, seed_lo, seed_hi, child, stream, COUNT: tl.constexpr):
     """The words w (uint32) of COUNT tokens from ``first`` on, a multiple of 4."""
-    quad = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
+    quad = (tl.arange(0, COUNT // 4) + first // 4).to(tl.uint32)
     zero = quad * 0
     low = (stream & 0xFFFFFFFF).to(tl.uint32) + zero
     high = (stream >> 32).to(tl.uint32) + zero

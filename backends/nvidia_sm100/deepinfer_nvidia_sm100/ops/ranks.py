@@ -1,7 +1,7 @@
 """Tokens in the order in which they stay: by logit, then by lower id, as one integer each.
 
 A rank is a key (:func:`.keys.key_of`) times 2^31, plus what grows with a lower id: no two tokens of a row share one.
-Cutting a row is finding the least rank that stays. Masses are integers, 2^40 to the likeliest token, so that no sum
+Cutting a row is finding the least rank that stays. Masses are integers, 2^32 to the likeliest token, so that no sum
 depends on its order.
 """
 
@@ -14,7 +14,8 @@ from .draw import noise_of, philox, uniform_of
 from .keys import key_of, value_of
 
 ID_MASK = tl.constexpr(0x7FFFFFFF)
-UNIT = tl.constexpr(2.0**40)
+UNIT = tl.constexpr(2.0**32)
+COUNTED, MASS = tl.constexpr(1 << 48), tl.constexpr((1 << 48) - 1)
 
 
 @triton.jit
@@ -57,14 +58,14 @@ def logit_of(rank):
 
 @triton.jit
 def mass_of(value, top):
-    return (tl.exp(value - top).to(tl.float64) * UNIT).to(tl.int64)
+    return (tl.exp(value - top).to(tl.float64) * UNIT + 0.5).to(tl.int64)
 
 
 @triton.jit
-def least_by_count(rank, low, high, k):
-    """The rank of the k-th best; at least k have ``low``, fewer ``high``. Ranks of nothing are negative."""
+def least_by_count(rank, low, high, k, enough):
+    """A rank that at least k have and at most ``enough``, or k; at least k have ``low``, fewer ``high``."""
     held = tl.sum((rank >= low).to(tl.int32), axis=0)
-    while (held > k) & (high - low > 1):
+    while (held > tl.maximum(k, enough)) & (high - low > 1):
         middle = low + (high - low) // 2
         count = tl.sum((rank >= middle).to(tl.int32), axis=0)
         if count >= k:
@@ -82,26 +83,26 @@ def reached(mass, total, p):
 
 
 @triton.jit
-def least_by_mass(rank, mass, low, high, above, total, p):
-    """The least rank with which the limit is reached, or ``low`` if it is not, and which of the two it is.
+def least_by_mass(rank, mass, low, high, above, total, p, enough):
+    """A rank with which the limit is reached, and whether it is with ``low``; without it, ``low``.
 
-    ``above``: mass of better tokens that are not among these.
+    The least such rank, or one that at most ``enough`` have. Up to 16,383 ranks. ``above``: mass of better tokens that
+    are not among these.
     """
-    there = rank >= low
-    held = tl.sum(there.to(tl.int32), axis=0)
-    enough = reached(above + tl.sum(tl.where(there, mass, 0), axis=0), total, p)
-    more = tl.full((), 0, tl.int32)
-    while enough & (held - more > 1) & (high - low > 1):
+    each = mass | COUNTED  # number and mass in one sum
+    held = tl.sum(tl.where(rank >= low, each, 0), axis=0)
+    there = reached(above + (held & MASS), total, p)
+    more = held * 0
+    while there & ((held >> 48) - (more >> 48) > 1) & ((held >> 48) > enough) & (high - low > 1):
         middle = low + (high - low) // 2
-        there = rank >= middle
-        count = tl.sum(there.to(tl.int32), axis=0)
-        if reached(above + tl.sum(tl.where(there, mass, 0), axis=0), total, p):
+        here = tl.sum(tl.where(rank >= middle, each, 0), axis=0)
+        if reached(above + (here & MASS), total, p):
             low = middle
-            held = count
+            held = here
         else:
             high = middle
-            more = count
-    return low, enough
+            more = here
+    return low, there
 
 
 @triton.jit
@@ -120,40 +121,6 @@ def exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE:
     place = token % 4
     word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
     return value - noise_of(uniform_of(word))
-
-
-@triton.jit
-def settle(
-    listed, count, k, p, above, total, peak, heat, slot, position, seed_lo, seed_hi, child,
-    PURPOSE: tl.constexpr, SIZE: tl.constexpr, DRAW: tl.constexpr,
-):  # fmt: skip
-    """The least rank that stays of up to SIZE tokens, given by the ranks of their raw logits, whether top-p's limit
-    was reached, and the best score of what stays with its token."""
-    number = tl.arange(0, SIZE)
-    given = tl.load(listed + number, mask=number < count, other=-1)
-    token = token_of(given)
-    value = tempered(logit_of(given), peak, heat)
-    rank = tl.where(given < 0, -1, rank_of(value, token))
-    top = tempered(peak, peak, heat)
-    low = tl.full((), 0, tl.int64)
-    high = tl.max(rank, axis=0) + 1
-    enough = count >= 0
-    if (k > 0) & (k < count):
-        low = least_by_count(rank, low, high, k)
-    if p < 1.0:
-        mass = tl.where(rank >= low, mass_of(value, top), 0)
-        if k > 0:
-            total = tl.sum(mass, axis=0).to(tl.float64)
-        low, enough = least_by_mass(rank, mass, low, high, above, total, p)
-    best = tl.full((), float("-inf"), tl.float32)
-    winner = tl.full((), 2147483647, tl.int32)
-    if DRAW:
-        kept = rank >= low
-        score = exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE)
-        score = tl.where(kept, score, float("-inf"))
-        best = tl.max(score, axis=0)
-        winner = tl.min(tl.where(kept & (score == best), token, 2147483647), axis=0)
-    return low, enough, best, winner
 
 
 @triton.jit

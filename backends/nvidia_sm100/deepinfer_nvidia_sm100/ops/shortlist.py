@@ -12,17 +12,19 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .ranks import UNIT, best_of_groups, least_by_count, least_by_mass, limits_of, mass_of, rank_of, settle, tempered
+from .lists import LANES, REGIONS, draw_listed, entries, least_of, place_of, settle_few
+from .ranks import UNIT, best_of_groups, least_by_count, least_by_mass, limits_of, mass_of, rank_of, tempered
 
 DONE, LISTED, BAND, OPEN = (tl.constexpr(n) for n in range(4))
 """What is left to do for a row: nothing; its list; a band of its logits; all of it."""
 MARGIN = tl.constexpr(1.00001)
 """Of the limit that maxima must reach: more than the row's float32 sums may be off by."""
-FEW, SOME = tl.constexpr(256), tl.constexpr(2048)
+FEW, STEP, SOME = tl.constexpr(256), tl.constexpr(16), tl.constexpr(128)
+"""Tokens that are compared each with each, how many at once; and entries of a region that are held in registers."""
 LOOK = tl.constexpr(32)
 """Groups whose tokens are looked at together."""
-FLAT = tl.constexpr(512)
-"""More groups than this are not looked at for a probability."""
+FLAT, ALL = tl.constexpr(512), tl.constexpr(128)
+"""More groups than this are not looked at for a probability, or for all of their tokens."""
 SAMPLE = tl.constexpr(4096)
 RUN = tl.constexpr(8)
 """Neighbours read together: 32 bytes, as much as memory hands out."""
@@ -68,7 +70,7 @@ def shortlist_kernel(
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
     parts,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr,
-    CAP: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
+    DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N,): ``state [N]`` int32; ``last [N]`` the least rank that stays (-1: nothing goes) and ``out [N]`` the
     token drawn, where that is known; else what the kernels after it go on from."""
@@ -90,7 +92,8 @@ def shortlist_kernel(
             row_logits = logits + row.to(tl.int64) * row_stride
             row_maxima = maxima + row.to(tl.int64) * parts * PER_PART
             row_groups = groups + row.to(tl.int64) * (PARTS * PER_PART)
-            row_listed = listed + row.to(tl.int64) * CAP
+            row_listed = listed + row.to(tl.int64) * (REGIONS * LANES)
+            row_found = found + row * REGIONS
             if cut:
                 total = tl.full((), 1.0, tl.float64)
                 if k == 0:
@@ -100,7 +103,6 @@ def shortlist_kernel(
                     total = tl.sum((sum_of * tl.where(there, shrink, 0.0)).to(tl.float64), axis=0) * UNIT
                 tl.store(row_peak + row, peak)
                 tl.store(row_total + row, total)
-                tl.store(found + row, 0)
                 number = tl.arange(0, PARTS * PER_PART)
                 best = tl.load(row_maxima + number, mask=number < parts * PER_PART, other=float("-inf"))
                 finite = best > float("-inf")
@@ -108,20 +110,22 @@ def shortlist_kernel(
                 top = tempered(peak, peak, heat)
                 rank = tl.where(finite, rank_of(value, number), -1)
                 low = tl.full((), 0, tl.int64)
+                worst = tl.min(tl.where(finite, rank, 0x7FFFFFFFFFFFFFFF), axis=0)
                 high = tl.max(rank, axis=0) + 1
                 chosen = tl.sum(finite.to(tl.int32), axis=0)
                 flat = chosen < 0
                 if k > 0:
                     if chosen > k:
-                        low = least_by_count(rank, low, high, k)
-                        chosen = k
+                        low = least_by_count(rank, worst, high, k, tl.cdiv(k, LOOK) * LOOK)
+                        chosen = tl.sum((rank >= low).to(tl.int32), axis=0)
                 else:
                     share = tl.where(finite, mass_of(value, top), 0)
                     low, enough = least_by_mass(
-                        rank, share, low, high, tl.full((), 0, tl.int64), total, tl.minimum(p * MARGIN, 1.0)
+                        rank, share, worst, high, tl.full((), 0, tl.int64), total, tl.minimum(p * MARGIN, 1.0), LOOK
                     )
+                    low = tl.where(enough, low, 0)
                     chosen = tl.sum((rank >= low).to(tl.int32), axis=0)
-                    flat = chosen > FLAT
+                    flat = chosen > tl.where(enough, FLAT, ALL)
                 if flat:
                     least_logit, above = band_of(row_logits, peak, heat, p, (total / UNIT).to(tl.float32), vocab_size)
                     tl.store(band + row * 2, least_logit)
@@ -143,23 +147,33 @@ def shortlist_kernel(
                         its_key = rank_of(tempered(logit, peak, heat), token) >> 31
                         here = (logit > float("-inf")) & (its_key >= least_key)
                         place = taken + tl.cumsum(here.to(tl.int32), axis=0) - 1
-                        tl.store(row_listed + place, rank_of(logit, token), mask=here & (place < CAP))
+                        tl.store(
+                            row_listed + place_of(place), rank_of(logit, token), mask=here & (place < REGIONS * LANES)
+                        )
                         taken += tl.sum(here.to(tl.int32), axis=0)
                     tl.debug_barrier()
-                    nothing = tl.full((), 0, tl.int64)
                     if taken <= FEW:
-                        least, _, _, winner = settle(
-                            row_listed, taken, k, p, nothing, total, peak, heat, slot, position, seed_lo, seed_hi,
-                            child, PURPOSE, FEW, DRAW,
+                        least, winner = settle_few(
+                            row_listed, taken, k, p, total, peak, heat, slot, position, seed_lo, seed_hi, child,
+                            PURPOSE, FEW, STEP, DRAW,
                         )  # fmt: skip
-                    elif taken <= SOME:
-                        least, _, _, winner = settle(
-                            row_listed, taken, k, p, nothing, total, peak, heat, slot, position, seed_lo, seed_hi,
-                            child, PURPOSE, SOME, DRAW,
-                        )  # fmt: skip
+                    elif taken <= REGIONS * LANES:
+                        region = tl.arange(0, REGIONS)
+                        tl.store(row_found + region, tl.cdiv(taken - region, REGIONS))
+                        if taken <= REGIONS * SOME:
+                            tl.debug_barrier()
+                            given = entries(row_listed, row_found, 0, SOME)
+                            nothing = tl.full((), 0, tl.int64)
+                            least, _ = least_of(given, k, p, nothing, total, least_key << 31, peak, heat)
+                            if DRAW:
+                                _, winner = draw_listed(
+                                    row_listed, row_found, tl.cdiv(taken, REGIONS), least, peak, heat, slot, position,
+                                    seed_lo, seed_hi, child, PURPOSE, FEW // REGIONS,
+                                )  # fmt: skip
+                        else:
+                            status = tl.full((), LISTED, tl.int32)
                     else:
-                        tl.store(found + row, taken)
-                        status = tl.where(taken <= CAP, LISTED, OPEN).to(tl.int32)
+                        status = tl.full((), OPEN, tl.int32)
             else:
                 _, winner = best_of_groups(
                     row_logits, row_maxima, parts * PER_PART, float("-inf"), tl.full((), float("-inf"), tl.float32),

@@ -35,9 +35,9 @@ def survey_kernel(
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, parts), of the first ``vocab_size`` of ``width`` logits a row: ``peaks [N, parts]`` the largest, +inf for
-    a NaN; ``sums`` of exponentials from there on; ``maxima [N, parts * PART / GROUP]`` logits, or where every token may
-    be drawn, bounds of their scores."""
+    """Grid (N, parts), of the first ``vocab_size`` of ``width`` logits a row: ``peaks [N, parts]`` the largest, +inf
+    for a NaN; ``sums`` of exponentials from there on; ``maxima [N, parts * PART / GROUP]`` logits, or where every token
+    may be drawn, bounds of their scores."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     first = tl.program_id(1) * PART
@@ -48,17 +48,23 @@ def survey_kernel(
         token = first + tl.arange(0, PART)
         value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
         value = tl.where(value != value, float("inf"), value)
-        value = tl.where(token < vocab_size, value, float("-inf"))
-        best = tl.max(tl.reshape(value, (PART // GROUP, GROUP)), axis=1)
-        top = tl.max(best, axis=0)
+        if first + PART > vocab_size:
+            value = tl.where(token < vocab_size, value, float("-inf"))
         place = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(peaks + place, top)
-        if (top > float("-inf")) & (top < float("inf")) & (k == 0):
-            if p < 1.0:
+        groups = maxima + place * (PART // GROUP) + tl.arange(0, PART // GROUP)
+        bounded = k < 0
+        if DRAW:
+            bounded = sampled & (k == 0) & (p >= 1.0)
+        if bounded:
+            top = tl.max(value, axis=0)
+            bound = bounds_of(
+                value, first, heat, slot, tl.load(positions + row), seed_lo, seed_hi, child, PURPOSE, PART
+            )
+            tl.store(groups, tl.max(tl.reshape(bound, (PART // GROUP, GROUP)), axis=1))
+        else:
+            best = tl.max(tl.reshape(value, (PART // GROUP, GROUP)), axis=1)
+            top = tl.max(best, axis=0)
+            tl.store(groups, best)
+            if (top > float("-inf")) & (top < float("inf")) & (k == 0) & (p < 1.0):
                 tl.store(sums + place, tl.sum(tl.exp((value - top) * (1.0 / heat)), axis=0))
-            elif DRAW:  # noqa: SIM102 - known when compiling, the next is not
-                if sampled:
-                    position = tl.load(positions + row)
-                    bound = bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPOSE, PART)
-                    best = tl.max(tl.reshape(bound, (PART // GROUP, GROUP)), axis=1)
-        tl.store(maxima + place * (PART // GROUP) + tl.arange(0, PART // GROUP), best)
+        tl.store(peaks + place, top)

@@ -1,4 +1,4 @@
-"""``top_k``: the k best tokens of a row stay. See :mod:`.cutoff`."""
+"""``top_k``: the k best tokens of a row stay. See :mod:`.chain`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from deepinfer_core.api import BuildContext, SamplingBatch, SamplingRequest
 
-from .cutoff import cut
+from . import chain
 
 
 class TopK:
@@ -17,4 +17,4 @@ class TopK:
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """``[N, V]`` float32, changed in place."""
-        return cut(logits, batch, batch.state.top_k, mass=False)
+        return chain.run(logits, batch, frozenset({"top_k"}), draw=False)

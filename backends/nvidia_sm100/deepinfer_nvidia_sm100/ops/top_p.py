@@ -1,4 +1,4 @@
-"""``top_p``: the fewest best tokens that together reach a probability stay. See :mod:`.cutoff`."""
+"""``top_p``: the fewest best tokens that together reach a probability stay. See :mod:`.chain`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from deepinfer_core.api import BuildContext, SamplingBatch, SamplingRequest
 
-from .cutoff import cut
+from . import chain
 
 
 class TopP:
@@ -17,4 +17,4 @@ class TopP:
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """``[N, V]`` float32, changed in place. Probabilities in float32, their sums in float64."""
-        return cut(logits, batch, batch.state.top_p, mass=True)
+        return chain.run(logits, batch, frozenset({"top_p"}), draw=False)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .dependent import take_turn
 from .long_list import settle_long
-from .ranks import limits_of, rank_of
+from .ranks import limits_of
 from .shortlist import OPEN
 
 
@@ -29,29 +29,9 @@ def whole_row_kernel(
         position = tl.load(positions + row)
         nothing = tl.full((), 0, tl.int64)
         low, _, _, winner = settle_long(
-            row_logits, last, vocab_size, k, p, nothing, tl.full((), 1.0, tl.float64), peak, heat, slot, position,
+            row_logits, last, last, vocab_size, k, p, nothing, tl.full((), 1.0, tl.float64), peak, heat, slot, position,
             seed_lo, seed_hi, child, PURPOSE, False, BLOCK, DRAW,
         )  # fmt: skip
         tl.store(last + row, low)
         if DRAW:
             tl.store(out + row, winner.to(tl.int64))
-
-
-@triton.jit
-def remove_kernel(
-    logits, maxima, last, vocab_size, row_stride, PART: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """Grid (N, parts), in place: what is below the least rank that stays goes. Groups below it are not read."""
-    take_turn(DEPENDENT)
-    row = tl.program_id(0)
-    part = tl.num_programs(1) - 1 - tl.program_id(1)  # what was read last is still in the cache
-    least = tl.load(last + row)
-    if least >= 0:
-        column = tl.arange(0, PART)
-        token = part * PART + column
-        inside = token < vocab_size
-        place = (row * tl.num_programs(1) + part) * (PART // GROUP) + column // GROUP
-        best = tl.load(maxima + place)
-        target = logits + row.to(tl.int64) * row_stride + token
-        value = tl.load(target, mask=inside & ((rank_of(best, token * 0) >> 31) >= (least >> 31)), other=float("-inf"))
-        tl.store(target, float("-inf"), mask=inside & (rank_of(value, token) < least))
