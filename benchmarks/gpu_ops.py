@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_fp8
+import gpu_sampling
 import numpy as np
 import torch
 from common import finish, print_table
@@ -23,9 +24,6 @@ from deepinfer_core.api import (
     PagedAttentionRequest,
     RmsNormRequest,
     RopeRequest,
-    SamplingBatch,
-    SamplingRequest,
-    SamplingState,
     StepLayout,
     SwigluRequest,
 )
@@ -298,60 +296,6 @@ def pointwise(bandwidth: float, rows: int = 4096) -> dict[str, Any]:
     return result
 
 
-def sampling_step(rows: int) -> SamplingBatch:
-    def full(value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.full((rows,), value, dtype=dtype, device="cuda")
-
-    f32, none = torch.float32, torch.full((rows, 1), -1, device="cuda")
-    state = SamplingState(
-        history=torch.zeros((rows, 256), dtype=torch.int32, device="cuda"),
-        prompt_len=full(100),
-        temperature=full(0.8, f32),
-        min_p=full(0.02, f32),
-        top_p=full(0.9, f32),
-        top_k=full(50),
-        presence=full(0.1, f32),
-        frequency=full(0.1, f32),
-        repetition=full(1.1, f32),
-        seed_lo=torch.arange(rows, device="cuda"),
-        seed_hi=full(7),
-        child=full(0),
-        min_end=full(0),
-        stop_ids=none,
-        bias_ids=none,
-        bias_values=none.to(f32),
-        bad_words=none[:, :, None],
-        allowed=None,
-    )
-    slots = torch.arange(rows, device="cuda")
-    return SamplingBatch(
-        state=state, slots=slots, positions=full(200), token_limit=129280, active=frozenset(), max_position=200
-    )
-
-
-def sampling(stage: str, rows: int, bandwidth: float, vocab: int = 129280) -> dict[str, Any]:
-    """A stage over logits of a normal distribution (deviation 3), as they come: stages overwrite them."""
-    from deepinfer_nvidia_sm100.measure import microseconds, microseconds_once
-
-    op = build(SamplingRequest(stage=stage, vocab_size=vocab, device_type="cuda"))
-    step, logits = sampling_step(rows), torch.randn((rows, vocab), device="cuda") * 3
-    copies = [torch.empty_like(logits) for _ in range(6 if rows > 1 else 40)]
-
-    def restore() -> None:
-        for copy in copies:
-            copy.copy_(logits)
-
-    restore()
-    spent = microseconds_once([lambda c=c: op.run(c, step) for c in copies], restore)
-    passes = spent / (4 * rows * vocab / bandwidth * 1e6)
-    result = {"us": spent, "passes": passes}
-    if stage == "draw":
-        result["sort_multinomial_us"] = microseconds(
-            [lambda: (logits.sort(dim=-1, descending=True), torch.multinomial(logits.softmax(-1), 1))]
-        )
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
@@ -424,11 +368,7 @@ def main() -> None:
         if options.save_table:
             gpu_fp8.save_table(results, options.save_table)
     if "sampling" in parts:
-        for stage in ("draw", "temperature", "top_k", "top_p", "penalties", "mask"):
-            for count in (1, 256):
-                key = f"sampling {stage} {count}"
-                found = results.measure(key, lambda s=stage, c=count: sampling(s, c, bandwidth))
-                rows.append([key, found.get("us"), None, found.get("sort_multinomial_us"), found.get("passes")])
+        rows += gpu_sampling.measure(results, bandwidth, options.quick)
     width = max((len(row) for row in rows), default=0)
     print_table(
         ["operator", "us", "of bandwidth", "library us", "TFLOP/s, passes", "tile"][:width],

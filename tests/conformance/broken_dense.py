@@ -366,3 +366,31 @@ def bias_after_the_activation(request: Any, right: Any) -> Any:
 def result_clamped_instead_of_the_products(request: Any, right: Any) -> Any:
     free = right.again(limit=None)
     return Wrapped(free, run=lambda x, weight: free.run(x, weight).clamp(-request.limit, request.limit))
+
+
+SAMPLED = "fused.sample_tokens"
+
+
+@mutant(SAMPLED, "fused.sample_tokens/float32/largest_rows", "output 'tokens'")
+def draws_padding(request: Any, right: Any) -> Any:
+    def run(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return right.run(logits, attrs.evolve(batch, token_limit=request.vocab_size))
+
+    return Wrapped(right, run=run)
+
+
+@mutant(SAMPLED, "fused.sample_tokens/float32/largest_rows", "output 'tokens'")
+def leaves_a_stage_out(request: Any, right: Any) -> Any:
+    def run(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return right.run(logits, attrs.evolve(batch, active=batch.active - {"top_p"}))
+
+    return Wrapped(right, run=run)
+
+
+@mutant(SAMPLED, "fused.sample_tokens/float32/odd_rows", "changed its input 'logits'")
+def samples_where_the_logits_lie(request: Any, right: Any) -> Any:
+    def run(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        logits[:, batch.token_limit :] = -torch.inf
+        return right.run(logits, batch)
+
+    return Wrapped(right, run=run)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepinfer_nvidia_sm100.ops import cutoff
 from gpu_support import ON_GPU, here, operator
 from reference_support import batch
 
@@ -149,14 +148,3 @@ def test_rows_are_cut_alike_alone_and_together_and_again() -> None:
         for row in (0, 4, 8):
             assert torch.equal(cut(stage, logits[row : row + 1], limits[row : row + 1])[0], together[row])
         assert torch.equal(cut(stage, logits, limits), together)
-
-
-@pytest.mark.parametrize("cap", [1, 40])
-def test_lists_that_overflow_change_nothing(cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = torch.Generator().manual_seed(SEED)
-    logits = torch.randn(4, 9000, generator=draw) * 3
-    for stage, limits in (("top_k", [50, 3, 400, 1]), ("top_p", [0.9, 0.99, 0.3, 0.7])):
-        expected = cut(stage, logits, limits)
-        with monkeypatch.context() as patch:
-            patch.setattr(cutoff, "CAP", cap)
-            assert torch.equal(cut(stage, logits, limits), expected)

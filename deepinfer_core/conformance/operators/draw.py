@@ -113,8 +113,8 @@ class SampleTokens(Draw):
 
     @property
     def limit(self) -> int:
-        """The last ids are padding: never drawn."""
-        return self.request.vocab_size - 3
+        """The last third of the ids is padding: never drawn."""
+        return self.request.vocab_size * 2 // 3
 
 
 def _where_it_stands(target: Target) -> str:

@@ -35,6 +35,9 @@ def band_kernel(
             row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
         )
         position = tl.load(positions + row)
+        low = tl.load(seed_lo + slot)
+        high = tl.load(seed_hi + slot)
+        its_child = tl.load(child + slot)
         peak = tl.load(row_peak + row)
         least = tl.load(band + row * 2)
         most = tl.load(band + row * 2 + 1)
@@ -66,7 +69,7 @@ def band_kernel(
             tl.store(region_listed + entry, rank_of(value, token), mask=inside & (entry < LANES))
             taken += tl.max(order, axis=0)
             if DRAW:
-                bound = bounds_of(value, tile * TILE, heat, slot, position, seed_lo, seed_hi, child, PURPOSE, TILE)
+                bound = bounds_of(value, tile * TILE, heat, position, low, high, its_child, PURPOSE, TILE)
                 bound = tl.where(above, bound, float("-inf"))
                 best = tl.max(tl.reshape(bound, (TILE // GROUP, GROUP)), axis=1)
                 place = tl.arange(0, TILE // GROUP) + tile * (TILE // GROUP)

@@ -27,20 +27,34 @@ BLOCK = 4096
 WARPS = {"survey": 4, "shortlist": 8, "band": 4, "settle": 16, "whole": 16, "remove": 4}
 
 
-def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, draw: bool) -> torch.Tensor:
-    """Run ``stages`` of temperature, top_k and top_p over ``[N, V]`` float32 logits.
+def draw(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], limit: int) -> torch.Tensor:
+    """Tokens, ``[N]`` int64, of ``[N, V]`` float32 logits, which stay as they are.
 
-    With ``draw`` the logits stay as they are, and the result is the tokens drawn, ``[N]`` int64, none of them at or
-    above the batch's ``token_limit``. Without it, and
-    without the temperature, the logits are cut in place and returned.
+    Args:
+        stages: those of temperature, top_k and top_p that run before the draw.
+        limit: ids at or above it are never drawn.
     """
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    limit = min(limit, logits.shape[1])
+    if limit <= 0:
+        return out.fill_(-1)
+    _run(logits, batch, stages, limit, out)
+    return out
+
+
+def cut(logits: torch.Tensor, batch: SamplingBatch, stage: str) -> torch.Tensor:
+    """Remove, in place, what ``top_k`` or ``top_p`` does not keep of ``[N, V]`` float32 logits. Broken rows stay."""
+    if logits.numel():
+        _run(logits, batch, frozenset({stage}), logits.shape[1], None)
+    return logits
+
+
+def _run(
+    logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], vocab_size: int, out: torch.Tensor | None
+) -> None:
     rows, width = logits.shape
-    vocab_size = min(width, batch.token_limit) if draw else width
-    out = torch.empty(rows if draw else 0, dtype=torch.int64, device=logits.device)
     if rows == 0:
-        return out if draw else logits
-    if vocab_size <= 0:
-        return out.fill_(-1) if draw else logits
+        return
     state = batch.state
     parts = triton.cdiv(vocab_size, PART)
     pieces, per_part = triton.next_power_of_2(parts), PART // GROUP
@@ -58,32 +72,32 @@ def run(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], *, d
         batch.slots, batch.positions, state.temperature, state.top_k, state.top_p, state.seed_lo, state.seed_hi,
         state.child, *uses, vocab_size, logits.stride(0),
     )  # fmt: skip
+    results = (last, last if out is None else out)
     fixed: dict[str, Any] = {
-        "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": draw, **dependent(logits)
+        "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": out is not None, **dependent(logits)
     }  # fmt: skip
-    grid = (rows, parts)
-    survey_kernel[grid](
+    survey_kernel[(rows, parts)](
         logits, maxima, peaks, sums, *of_row, width, PART=PART, GROUP=GROUP, num_warps=WARPS["survey"], **fixed
     )  # fmt: skip
     shortlist_kernel[(rows,)](
-        logits, maxima, peaks, sums, chosen, listed, found, status, band, row_peak, row_total, last, out, *of_row,
+        logits, maxima, peaks, sums, chosen, listed, found, status, band, row_peak, row_total, *results, *of_row,
         parts, GROUP=GROUP, PARTS=pieces, PER_PART=per_part, num_warps=WARPS["shortlist"], **fixed,
     )  # fmt: skip
-    band_kernel[(rows, REGIONS)](
-        logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width, groups,
-        GROUP=GROUP, num_warps=WARPS["band"], **fixed,
-    )  # fmt: skip
-    settle_kernel[(rows,)](
-        logits, maxima, sums, listed, found, status, band, row_peak, row_total, last, out, *of_row, groups,
-        GROUP=GROUP, GROUPS=pieces * per_part, num_warps=WARPS["settle"], **fixed,
-    )  # fmt: skip
-    whole_row_kernel[(rows,)](
-        logits, status, row_peak, last, out, *of_row, BLOCK=BLOCK, num_warps=WARPS["whole"], **fixed
-    )  # fmt: skip
-    if draw:
-        return out
-    remove_kernel[(rows, triton.cdiv(vocab_size, SIZE))](
-        logits, maxima, last, vocab_size, logits.stride(0), groups, SIZE=SIZE, GROUP=GROUP,
-        num_warps=WARPS["remove"], **dependent(logits),
-    )  # fmt: skip
-    return logits
+    if "top_p" in stages:
+        band_kernel[(rows, REGIONS)](
+            logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width, groups,
+            GROUP=GROUP, num_warps=WARPS["band"], **fixed,
+        )  # fmt: skip
+    if "top_p" in stages or "top_k" in stages:
+        settle_kernel[(rows,)](
+            logits, maxima, sums, listed, found, status, band, row_peak, row_total, *results, *of_row, groups,
+            GROUP=GROUP, GROUPS=pieces * per_part, num_warps=WARPS["settle"], **fixed,
+        )  # fmt: skip
+        whole_row_kernel[(rows,)](
+            logits, status, row_peak, *results, *of_row, BLOCK=BLOCK, num_warps=WARPS["whole"], **fixed
+        )  # fmt: skip
+    if out is None:
+        remove_kernel[(rows, triton.cdiv(vocab_size, SIZE))](
+            logits, maxima, last, vocab_size, logits.stride(0), groups, SIZE=SIZE, GROUP=GROUP,
+            num_warps=WARPS["remove"], **dependent(logits),
+        )  # fmt: skip

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .draw import noise_of, philox, uniform_of
 from .keys import key_of, value_of
+from .noise import noise_of, philox, uniform_of
 
 ID_MASK = tl.constexpr(0x7FFFFFFF)
 UNIT = tl.constexpr(2.0**32)

@@ -20,4 +20,4 @@ class SampleTokens:
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """``[N, V]`` float32 (not changed) -> ``[N]`` int64; -1 for a broken or empty row."""
-        return chain.run(logits, batch, batch.active.intersection(SAMPLED_TOGETHER), draw=True)
+        return chain.draw(logits, batch, batch.active.intersection(SAMPLED_TOGETHER), batch.token_limit)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .draw import words
+from .noise import words
 from .ranks import limits_of
 
 PART = 4096
@@ -16,14 +16,14 @@ GROUP = 64
 
 
 @triton.jit
-def bounds_of(value, first, heat, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr, PART: tl.constexpr):
+def bounds_of(value, first, heat, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr, PART: tl.constexpr):
     """What the scores of PART tokens do not exceed, by 0.06 and by what E is above ``u = w / 2^32``.
 
     ``-log E <= -log u``, and a float's bits read as an integer are its base-2 logarithm from below, so that no
     logarithm is taken.
     """
     stream = position * 3 + PURPOSE
-    word = words(first, tl.load(seed_lo + slot), tl.load(seed_hi + slot), tl.load(child + slot), stream, PART)
+    word = words(first, seed_lo, seed_hi, child, stream, PART)
     bits = word.to(tl.float32).to(tl.int32, bitcast=True)
     return value * (1.0 / heat) + (159.0 * 0.6931472 - bits.to(tl.float32) * (0.6931472 / 8388608.0))
 
@@ -44,6 +44,11 @@ def survey_kernel(
     slot, heat, sampled, k, p = limits_of(
         row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
     )
+    # Asked for here, since nothing waits for them yet.
+    position = tl.load(positions + row)
+    low = tl.load(seed_lo + slot)
+    high = tl.load(seed_hi + slot)
+    its_child = tl.load(child + slot)
     if DRAW | (k > 0) | (p < 1.0):
         token = first + tl.arange(0, PART)
         value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
@@ -57,9 +62,7 @@ def survey_kernel(
             bounded = sampled & (k == 0) & (p >= 1.0)
         if bounded:
             top = tl.max(value, axis=0)
-            bound = bounds_of(
-                value, first, heat, slot, tl.load(positions + row), seed_lo, seed_hi, child, PURPOSE, PART
-            )
+            bound = bounds_of(value, first, heat, position, low, high, its_child, PURPOSE, PART)
             tl.store(groups, tl.max(tl.reshape(bound, (PART // GROUP, GROUP)), axis=1))
         else:
             best = tl.max(tl.reshape(value, (PART // GROUP, GROUP)), axis=1)

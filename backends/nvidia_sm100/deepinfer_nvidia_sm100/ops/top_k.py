@@ -17,4 +17,4 @@ class TopK:
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """``[N, V]`` float32, changed in place."""
-        return chain.run(logits, batch, frozenset({"top_k"}), draw=False)
+        return chain.cut(logits, batch, "top_k")

@@ -16,5 +16,6 @@ class TopP:
         pass
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """``[N, V]`` float32, changed in place. Probabilities in float32, their sums in float64."""
-        return chain.run(logits, batch, frozenset({"top_p"}), draw=False)
+        """``[N, V]`` float32, changed in place. Weights in float32; sums of parts in float32, over parts in float64,
+        among the tokens at the limit exact."""
+        return chain.cut(logits, batch, "top_p")

@@ -1,0 +1,48 @@
+"""The noise of a draw: Philox's words, four tokens' by one call, and ``log E`` of them as the core defines it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 (Salmon et al. 2011): four words of a counter and a key, all uint32."""
+    for _ in tl.static_range(10):
+        product0 = c0.to(tl.uint64) * 0xD2511F53  # one instruction gives both halves
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product1.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def words(first, seed_lo, seed_hi, child, stream, COUNT: tl.constexpr):
+    """The words w (uint32) of COUNT tokens from ``first`` on, a multiple of 4."""
+    quad = (tl.arange(0, COUNT // 4) + first // 4).to(tl.uint32)
+    zero = quad * 0
+    low = (stream & 0xFFFFFFFF).to(tl.uint32) + zero
+    high = (stream >> 32).to(tl.uint32) + zero
+    w0, w1, w2, w3 = philox(
+        quad, child.to(tl.uint32) + zero, low, high, seed_lo.to(tl.uint32) + zero, seed_hi.to(tl.uint32) + zero
+    )
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def uniform_of(word):
+    """``(w + 0.5) * 2^-32`` rounded once to float32, capped below 1."""
+    value = (word.to(tl.uint64) * 2 + 1).to(tl.float32) * (2.0**-33)
+    return tl.minimum(value, 1.0 - 2.0**-24)
+
+
+@triton.jit
+def noise_of(uniform):
+    """``log E`` as defined: float64 logarithms, each rounded to float32. ``1 - u`` is exact in float64."""
+    exponential = (-tl.log(1.0 - uniform.to(tl.float64))).to(tl.float32)
+    return tl.log(exponential.to(tl.float64)).to(tl.float32)
