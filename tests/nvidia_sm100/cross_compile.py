@@ -45,6 +45,7 @@ from deepinfer_core.api import (
     QuantisedWeight,
     RmsNormRequest,
     RopeRequest,
+    SampleTokensRequest,
     SamplingRequest,
     SlotMappingRequest,
     StepLayout,
@@ -244,6 +245,8 @@ def sampling() -> None:
     step = batch(rows, VOCAB)
     for stage in ("mask", "bias", "penalties", "temperature", "min_p", "top_k", "top_p", "draw"):
         operator(SamplingRequest(stage=stage, vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
+    step.active = frozenset({"temperature", "top_k", "top_p"})
+    operator(SampleTokensRequest(vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
     chosen = operator(SamplingRequest(stage="logprobs", vocab_size=VOCAB))
     chosen.run(torch.zeros((1, VOCAB)), torch.zeros(1, dtype=torch.int64), 0)
     slots, history = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)

@@ -172,3 +172,9 @@ def test_flat_rows_are_read_twice_and_no_more(scale: float, monkeypatch: pytest.
     monkeypatch.setattr(chain, "whole_row_kernel", Seen())
     assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
     assert states == [[0, 0, 0]], f"seed {SEED}: no row was left open"
+
+
+def test_more_than_131072_tokens_are_looked_at_in_larger_groups() -> None:
+    logits = torch.randn(2, 140001, generator=torch.Generator().manual_seed(SEED)) * 2
+    step = batch([{"seed": SEED, "top_k": 50, "temperature": 0.7}, {"seed": SEED, "top_k": 3, "top_p": 0.6}], 140001)
+    assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))

@@ -57,7 +57,8 @@ def _run(
         return
     state = batch.state
     parts = triton.cdiv(vocab_size, PART)
-    pieces, per_part = triton.next_power_of_2(parts), PART // GROUP
+    group = GROUP if parts * PART <= 2048 * GROUP else 2 * GROUP
+    pieces, per_part = triton.next_power_of_2(parts), PART // group
     groups = parts * per_part
 
     def empty(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,27 +78,27 @@ def _run(
         "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": out is not None, **dependent(logits)
     }  # fmt: skip
     survey_kernel[(rows, parts)](
-        logits, maxima, peaks, sums, *of_row, width, PART=PART, GROUP=GROUP, num_warps=WARPS["survey"], **fixed
+        logits, maxima, peaks, sums, *of_row, width, PART=PART, GROUP=group, num_warps=WARPS["survey"], **fixed
     )  # fmt: skip
     shortlist_kernel[(rows,)](
         logits, maxima, peaks, sums, chosen, listed, found, status, band, row_peak, row_total, *results, *of_row,
-        parts, GROUP=GROUP, PARTS=pieces, PER_PART=per_part, num_warps=WARPS["shortlist"], **fixed,
+        parts, GROUP=group, PARTS=pieces, PER_PART=per_part, num_warps=WARPS["shortlist"], **fixed,
     )  # fmt: skip
     if "top_p" in stages:
         band_kernel[(rows, REGIONS)](
             logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width, groups,
-            GROUP=GROUP, num_warps=WARPS["band"], **fixed,
+            GROUP=group, num_warps=WARPS["band"], **fixed,
         )  # fmt: skip
     if "top_p" in stages or "top_k" in stages:
         settle_kernel[(rows,)](
             logits, maxima, sums, listed, found, status, band, row_peak, row_total, *results, *of_row, groups,
-            GROUP=GROUP, GROUPS=pieces * per_part, num_warps=WARPS["settle"], **fixed,
+            GROUP=group, GROUPS=pieces * per_part, num_warps=WARPS["settle"], **fixed,
         )  # fmt: skip
         whole_row_kernel[(rows,)](
             logits, status, row_peak, *results, *of_row, BLOCK=BLOCK, num_warps=WARPS["whole"], **fixed
         )  # fmt: skip
     if out is None:
         remove_kernel[(rows, triton.cdiv(vocab_size, SIZE))](
-            logits, maxima, last, vocab_size, logits.stride(0), groups, SIZE=SIZE, GROUP=GROUP,
+            logits, maxima, last, vocab_size, logits.stride(0), groups, SIZE=SIZE, GROUP=group,
             num_warps=WARPS["remove"], **dependent(logits),
         )  # fmt: skip

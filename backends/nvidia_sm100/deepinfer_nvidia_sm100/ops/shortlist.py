@@ -21,8 +21,8 @@ MARGIN = tl.constexpr(1.00001)
 """Of the limit that maxima must reach: more than the row's float32 sums may be off by."""
 FEW, STEP, SOME = tl.constexpr(256), tl.constexpr(16), tl.constexpr(128)
 """Tokens that are compared each with each, how many at once; and entries of a region that are held in registers."""
-LOOK = tl.constexpr(32)
-"""Groups whose tokens are looked at together."""
+TOGETHER = tl.constexpr(2048)
+"""Tokens of groups that are looked at together."""
 FLAT, ALL = tl.constexpr(512), tl.constexpr(128)
 """More groups than this are not looked at for a probability, or for all of their tokens."""
 SAMPLE = tl.constexpr(4096)
@@ -75,6 +75,7 @@ def shortlist_kernel(
     """Grid (N,): ``state [N]`` int32; ``last [N]`` the least rank that stays (-1: nothing goes) and ``out [N]`` the
     token drawn, where that is known; else what the kernels after it go on from."""
     take_turn(DEPENDENT)
+    LOOK: tl.constexpr = TOGETHER // GROUP
     row = tl.program_id(0)
     slot, heat, sampled, k, p = limits_of(
         row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW

@@ -12,7 +12,7 @@ from .ranks import limits_of
 PART = 4096
 """Tokens of one part of a row."""
 GROUP = 64
-"""Tokens of a group, neighbours."""
+"""Tokens of a group, neighbours; twice as many where a row has more than 2,048 such groups."""
 
 
 @triton.jit
