@@ -99,6 +99,7 @@ def test_rows_are_drawn_alike_alone_and_together() -> None:
         assert drawn(logits[n : n + 1], batch(rows[n : n + 1], VOCAB)).tolist() == together[n : n + 1].tolist()
 
 
+@pytest.mark.skipif(ON_GPU, reason="a compiled kernel has its sizes built in")
 @pytest.mark.parametrize("lanes", [4, 60])
 def test_lists_that_overflow_change_nothing(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(SEED)
