@@ -69,7 +69,7 @@ def settle_long(
         while enough & (count - more > 1) & (high - low > 1):
             middle = low + (high - low) // 2
             here, mass_here = held(row_logits, listed, found, size, middle, low, peak, heat, LISTED, BLOCK)
-            if reached(above + mass_here, total, p):
+            if (here > 0) & reached(above + mass_here, total, p):  # the best stays even at a limit of nothing
                 low = middle
                 count = here
             else:
