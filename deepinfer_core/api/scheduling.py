@@ -77,7 +77,8 @@ class SystemView:
         free_blocks, total_blocks: of the scarcest cache group.
         block_size: tokens.
         max_batch_tokens, max_running: limits of a step.
-        tenants: tenant names, indexed by ``RequestArrays.tenant``.
+        tenants: tenant names, indexed by ``RequestArrays.tenant``. A tenant's number may be another in a later view:
+            what is remembered of one goes by its name.
         step_cost: ``[[tokens, seconds], ...]`` float64, ascending tokens: medians of the last steps of like size;
             empty before any step.
     """

@@ -33,6 +33,9 @@ from .waiting import WaitingQueue
 
 Array = np.ndarray[Any, Any]
 
+SPARE_TENANTS = 256
+"""Names of tenants that may be kept beside those of requests that are here."""
+
 CALM_STEPS = 64
 """Steps without running out of memory after which a reduced token budget doubles."""
 
@@ -95,6 +98,8 @@ class Planner:
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
         """A sequence arrives. A held one is not in the queue before :meth:`release`."""
+        if len(self.waiting.tenants) > 2 * (len(self.waiting) + self.slots.slots) + SPARE_TENANTS:
+            self.fields.renumber_tenants(self.waiting, self.slots)
         if not held:
             self.release(sequence)
         self.tell("queued", sequence, sequence.prompt_len)
@@ -309,8 +314,7 @@ class Planner:
 
     def _enter(self, sequence: Sequence, hit: PrefixHit) -> None:
         self.slots.published[sequence.slot] = hit.blocks
-        tenant = self.waiting.tenant_index(sequence.request.tenant)
-        self.fields.set(sequence, cached=hit.tokens, tenant=tenant)
+        self.fields.set(sequence, cached=hit.tokens, tenant=self.waiting.tenant_index(sequence.request.tenant))
         metrics = sequence.request.metrics
         resumed = metrics.first_scheduled is not None and len(sequence.tokens) > sequence.prompt_len
         if metrics.first_scheduled is None:
@@ -359,13 +363,7 @@ class Planner:
     # ---- the plan itself
 
     def _launch(
-        self,
-        decodes: Array,
-        drafts: dict[int, Array],
-        rows: _Rows,
-        admitted: list[Sequence],
-        caps: Array,
-        total: int,
+        self, decodes: Array, drafts: dict[int, Array], rows: _Rows, admitted: list[Sequence], caps: Array, total: int
     ) -> StepPlan:
         """Fix the step and count it as launched. Decode rows come first, with at most ``caps`` drafts each."""
         table = self.slots

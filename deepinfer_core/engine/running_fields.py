@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .request import Sequence
+from .slot_table import SlotTable
+from .waiting import WaitingQueue
 
 
 class RunningFields:
@@ -22,6 +24,14 @@ class RunningFields:
         self.deadline = np.zeros(slots)
         self.ttft = np.zeros(slots)
         self.tpot = np.zeros(slots)
+
+    def renumber_tenants(self, waiting: WaitingQueue, slots: SlotTable) -> None:
+        """New numbers for the tenants that have requests here: a table of all there ever were would grow for ever."""
+        waiting.renumber_tenants()
+        for slot in slots.running.tolist():
+            sequence = slots.sequence[slot]
+            assert sequence is not None
+            self.tenant[slot] = waiting.tenant_index(sequence.request.tenant)
 
     def set(self, sequence: Sequence, *, cached: int, tenant: int) -> None:
         slot, request = sequence.slot, sequence.request

@@ -13,7 +13,7 @@ from .request import Sequence
 
 WHOLE = ("prompt", "cached", "output", "max_tokens", "priority", "tenant")
 TIMES = ("arrival", "deadline", "ttft", "tpot")
-_CACHED = WHOLE.index("cached")
+_CACHED, _TENANT = WHOLE.index("cached"), WHOLE.index("tenant")
 
 
 class RequestIds(abc.Sequence[str]):
@@ -67,6 +67,13 @@ class WaitingQueue:
         if index == len(self.tenants):
             self.tenants.append(tenant)
         return index
+
+    def renumber_tenants(self) -> None:
+        """Forget the tenants of requests that have left; those that wait get numbers from 0 on."""
+        self._tenant_index, self.tenants = {}, []
+        numbers = [self.tenant_index(sequence.request.tenant) for sequence in self._sequences]
+        self._whole[_TENANT, self._start : self._start + len(numbers)] = numbers
+        self.version += 1
 
     def at(self, index: int) -> Sequence:
         return self._sequences[index]

@@ -12,13 +12,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_kv_cache_machine import spec
+from toys.checkpoints import ToyLLM
 
 from deepinfer_core import SamplingParams
 from deepinfer_core.api import Admit, RequestView, SchedulingEvent, SystemView, TokenSplit
 from deepinfer_core.engine.block_hash import domain_key
 from deepinfer_core.engine.kv_cache import KVCache
 from deepinfer_core.engine.outputs import RequestMetrics
-from deepinfer_core.engine.planner import Planner, StepPlan
+from deepinfer_core.engine.planner import SPARE_TENANTS, Planner, StepPlan
 from deepinfer_core.engine.request import Request, Sequence
 from deepinfer_core.engine.slot_table import SlotTable
 
@@ -221,6 +222,26 @@ class PlannerMachine(RuleBasedStateMachine):
         for kinds in self.policy.events.values():
             assert kinds[0] == "queued"
             assert kinds.count("preempted") >= kinds.count("resumed")
+
+
+def test_tenants_that_left_are_forgotten_and_the_others_keep_their_requests(toy_llm: ToyLLM) -> None:
+    """Thousands of tenants, a few at a time: the table stays small, and every row of a view names its own tenant."""
+    llm = toy_llm("Count", scheduling__max_running=4)
+    core, most = llm.engine.core, 0
+    for number in range(1500):
+        fields = {"prompt_token_ids": [number % 60], "tenant": f"tenant {number}"}
+        params = SamplingParams(temperature=0, max_tokens=1 + number % 7)
+        core.add([llm.engine.intake.request(str(number), fields, params, now=float(number), stream=False)])
+        if len(core.requests) > 12:
+            core.step()
+        view = core.planner.view()
+        for arrays in (view.waiting, view.running):
+            named = [view.tenants[index] for index in arrays.tenant.tolist()]
+            assert named == [f"tenant {request_id}" for request_id in arrays.ids]
+        most = max(most, len(view.tenants))
+    assert most <= SPARE_TENANTS + 2 * (20 + 4) + 1
+    core.abort(list(core.requests))
+    core.drain()
 
 
 TestPlannerMachine = PlannerMachine.TestCase
