@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -111,7 +112,8 @@ class AsyncLLM:
         """End a request with finish reason ``abort``, also one that waits for room. Other ids are ignored."""
         if request_id in self._outside:
             self._outside[request_id].stop_waiting()
-        await asyncio.wrap_future(self._driver.abort(request_id))
+        with suppress(InvalidRequestError):  # closed, so that everything has ended
+            await asyncio.wrap_future(self._driver.abort(request_id))
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, or None."""

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import structlog
 
+from deepinfer_core.api import InvalidRequestError
+
 from .commit import Committed
 from .core import EngineCore
 from .request import Request
@@ -34,7 +36,7 @@ class EngineDriver:
         self._thread.start()
 
     def call(self, fn: Callable[[EngineCore], T]) -> Future[T]:
-        """Run ``fn(core)`` between steps; what it raises is raised from the future."""
+        """Run ``fn(core)`` between steps; what it raises is raised from the future, as is that the engine is closed."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -47,7 +49,7 @@ class EngineDriver:
             if not self._closed:
                 self._commands.put(command)
                 return future
-        future.set_exception(RuntimeError("the engine is closed"))
+        future.set_exception(InvalidRequestError("this AsyncLLM is closed: make a new one"))
         return future
 
     def add(self, request: Request, *, aborted: bool = False) -> Future[None]:

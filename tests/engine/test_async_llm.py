@@ -298,6 +298,24 @@ def test_wrong_arguments_are_refused_by_name(count: Path, field: str, value: Any
     run(count, body)
 
 
+def test_a_closed_engine_says_so_and_ends_whoever_waits(count: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(count), config=dict(SMALL), max_pending=1)
+        first = llm.stream([1], params(200))
+        await anext(first)
+        outside = asyncio.create_task(llm.generate([2], params(4)))
+        await asyncio.sleep(0.01)
+        await llm.close()
+        assert [delta.finish_reason async for delta in first][-1] == "abort"
+        for late in (outside, llm.generate([2], params(4))):
+            with pytest.raises(InvalidRequestError, match="closed: make a new one"):
+                await late
+        await llm.abort("anybody")
+        await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_closing_races_with_calls_and_answers_them_all(count: Path) -> None:
     """A call that comes too late fails; it never waits for a thread that has ended."""
 
@@ -307,7 +325,7 @@ def test_closing_races_with_calls_and_answers_them_all(count: Path) -> None:
             calls = [asyncio.to_thread(llm._driver.call, lambda core: 1) for _ in range(16)]
             futures, *_ = await asyncio.gather(asyncio.gather(*calls), llm.close(), llm.close())
             for future in futures:
-                with suppress(RuntimeError):
+                with suppress(InvalidRequestError):
                     assert future.result(timeout=5) == 1
 
     asyncio.run(asyncio.wait_for(main(), 60))
