@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,17 @@ def scaled(logits: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     """``[R, n]`` confidence logits -> ``sigmoid(logit / T_j + b_j)`` float32, the argument kept within +-60."""
     logits = logits.to(torch.float32)
     if scaling != PLAIN:
-        columns = [scaling.at(j) for j in range(logits.shape[1])]
-        divisor, bias = torch.tensor(columns, dtype=torch.float32, device=logits.device).unbind(1)
+        divisor, bias = _columns(scaling, logits.shape[1], logits.device)
         logits = logits / divisor + bias
     return torch.sigmoid(logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT))
+
+
+@lru_cache(maxsize=16)
+def _columns(scaling: Scaling, count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Temperatures and biases of so many drafts, ``[count]`` float32 each. Asked for in every step."""
+    with torch.inference_mode(False):
+        columns = [scaling.at(j) for j in range(count)]
+        return torch.tensor(columns, dtype=torch.float32, device=device).unbind(1)
 
 
 def calibration_for(context: DrafterContext, method: str, settings: Settings) -> Calibration:

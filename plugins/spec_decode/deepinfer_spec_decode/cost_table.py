@@ -18,8 +18,8 @@ TIMED = 5
 """Runs of each size, after two to warm up."""
 
 KEPT = 256
-"""Steps that a correction is fitted to, at most; once for as many new ones as:"""
-FIT_EACH = 8
+"""Steps that a correction is fitted to, at most; first after so many, then once for so many new ones:"""
+FIRST_FIT, FIT_EACH = 8, 32
 FIT_ROUNDS = 8
 LEAST_ERROR = 0.01
 """Relative errors below it count alike."""
@@ -46,7 +46,8 @@ def measure_table(
     started = clock()
     warm = 0.0
     for count in rows:
-        if len(sizes) >= 2 and (TIMED + 1) * (clock() - started + warm * count / sizes[-1]) > seconds:
+        spent = clock() - started  # on two runs of each
+        if len(sizes) >= 2 and (TIMED + 2) * (spent / 2 + warm * count / sizes[-1]) > seconds:
             break
         try:
             measure(count)
@@ -77,7 +78,7 @@ class StepCosts:
         self._steps: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._since_fit = 0
         self._drafts: dict[int, deque[float]] = {}
-        self._rough: dict[int, float] = {}
+        self._known: dict[int, float] = {}
         self._seen_drafting: set[int] = set()
         self._drafted_before = False
         self._depth = 1
@@ -105,9 +106,11 @@ class StepCosts:
         Where there are none for just so many, those of the nearest number, scaled as a target's step of as many rows
         as are drafted.
         """
-        known = self._rough | {count: median(times) for count, times in self._drafts.items()}
+        known = self._known
         if not known:
             return 0.0
+        if requests in known:
+            return known[requests] * self._factor
         nearest = min(known, key=lambda count: max(count / requests, requests / count))
         before, wanted = self.measured(self._depth * np.array([nearest, requests]))
         return float(known[nearest] * wanted / before) * self._factor
@@ -124,7 +127,7 @@ class StepCosts:
             return
         self._steps.append((cost.rows, cost.target_seconds))
         self._since_fit += 1
-        if self._since_fit >= FIT_EACH:
+        if self._since_fit >= (FIT_EACH if self.fits else FIRST_FIT):
             self._fit()
 
     def _learn_drafting(self, cost: VerifyCost) -> None:
@@ -148,9 +151,12 @@ class StepCosts:
         if cost.decode and cost.rows and self.fits:
             load *= cost.target_seconds / float(self(np.array([cost.rows]))[0])
         if paused or not cost.decode:
-            self._rough[count] = (cost.draft_seconds - cost.absorb_seconds) / load
+            if count not in self._drafts:
+                self._known[count] = (cost.draft_seconds - cost.absorb_seconds) / load
         else:
-            self._drafts.setdefault(count, deque(maxlen=DRAFT_SAMPLES)).append(cost.draft_seconds / load)
+            times = self._drafts.setdefault(count, deque(maxlen=DRAFT_SAMPLES))
+            times.append(cost.draft_seconds / load)
+            self._known[count] = median(times)
 
     def _fit(self) -> None:
         """Factor and slope with the least absolute error, relative to the measured costs (so that some disturbed steps

@@ -25,8 +25,8 @@ ENOUGH = 8
 REMEMBERED = 32
 """Of the last drafts, at least, while drafting goes on: one request's text is uneven."""
 
-ASKED_EACH = 4
-"""New drafts after which it is asked again whether drafting pays."""
+ASKED_EACH = 8
+"""New drafts after which it is asked again whether to go on drafting."""
 
 KEPT_WHEN_STOPPED = 4
 """Of them: few, so that the next probe decides."""
@@ -34,7 +34,7 @@ KEPT_WHEN_STOPPED = 4
 LONG_REMEMBERED = 256
 """Of all drafts: what is expected where all requests are new."""
 
-PROBED = 4
+PROBED = 2
 """Requests that a probe drafts for, at most."""
 
 PROBE_SHARE = 0.01
@@ -64,6 +64,7 @@ class ConfidenceSchedule:
         self._clock = 0.0  # seconds in steps
         self._probed = self._new_probed = 0.0
         self._in_vain = 0
+        self._learned_on = 0
         self._costs_began(StepCosts([(1, 1.0)]))
 
     def _costs_began(self, costs: StepCosts) -> None:
@@ -132,9 +133,12 @@ class ConfidenceSchedule:
             self._learn(cost.chances)
 
     def _began(self) -> None:
-        self._on, self._in_vain = True, 0
+        self._on, self._learned_on = True, 0
 
     def _stopped(self) -> None:
+        """A last request or two may be drafted for at the end of every batch: that makes probes no more promising."""
+        if self._learned_on >= REMEMBERED:
+            self._in_vain = 0
         self._on = False
         self._idle_steps, self._probed = 0, self._clock
         self._shorten(KEPT_WHEN_STOPPED)
@@ -164,10 +168,11 @@ class ConfidenceSchedule:
         most = max(REMEMBERED if self._on else KEPT_WHEN_STOPPED, len(chances))
         self._shorten(most)
         self._count += len(chances)
+        self._learned_on += len(chances)
 
     def _pays(self, requests: int) -> bool:
         """Whether drafting is expected to."""
-        asked = (requests, self._count // ASKED_EACH)
+        asked = (requests, self._count // ASKED_EACH if self._on else self._count)
         if self._asked != asked:
             self._asked = asked
             self._answer = gain(np.stack(self._seen), requests, self.costs, self.costs.drafting(requests)) > 1.0
