@@ -89,7 +89,7 @@ def test_the_loop_runs_ahead_by_itself(checkpoint: Path) -> None:
     with LLM(checkpoint, accelerator="any", dtype="float32", config=SETTINGS) as llm:
         assert llm.explain()["facts"]["loop"] == "one step ahead"
         rows = llm.explain()["rows"]
-        assert {row["provider"].partition(":")[0] for row in rows} == {"reference"}
+        assert {row["provider"].partition(":")[0] for row in rows} <= {"reference", "parts"}
 
 
 def test_preempted_and_cached_requests_say_the_same(checkpoint: Path) -> None:

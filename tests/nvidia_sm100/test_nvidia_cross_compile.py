@@ -79,7 +79,7 @@ def test_a_kernel_compiles_within_the_chips_limits(capability: int, case: str, t
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(capability), case],
-        env={**environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environ, "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
