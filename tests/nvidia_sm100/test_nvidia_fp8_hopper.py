@@ -17,10 +17,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 TILES = [
-    HopperTile(block_m=256, stages=4),
-    HopperTile(block_m=256, stages=4, together=1, box=False),
-    HopperTile(block_m=128, stages=5, together=3),
-    HopperTile(block_m=128, stages=6, box=False),
+    HopperTile(block_m=256, block_n=128, stages=4),
+    HopperTile(block_m=256, block_n=128, stages=4, together=1, box=False),
+    HopperTile(block_m=128, block_n=128, stages=5, together=3),
+    HopperTile(block_m=128, block_n=128, stages=6, box=False),
+    HopperTile(block_m=128, block_n=64, stages=8),
 ]
 SHAPES = [(1, 8, 128), (130, 200, 384), (64, 128, 256), (333, 1001, 1536), (700, 40000, 256), (5000, 300, 640)]
 

@@ -46,6 +46,7 @@ def test_the_packages_answers_fit_the_chip() -> None:
                     elif isinstance(tile, HopperTile):
                         assert (kind, file.stem) == ("rounded", "sm_90")
                         assert tile.block_m in (128, 256)
+                        assert tile.block_n in (64, 128)
                         assert tile.shared_bytes + 1024 <= 227 * 1024  # and barriers
                     elif tile is None:
                         assert kind == "plain"
@@ -85,11 +86,12 @@ def test_tiles_for_one_chip_and_compiler_are_passed_over_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, device = str(tmp_path / "own.json"), torch.device("cpu")
-    tile = HopperTile(block_m=256, stages=4)
+    tile = HopperTile(block_m=256, block_n=128, stages=4)
     tuning.save(Path(own), {"200x384": [[999, fp8_tables.encoded(tile)]]}, "fp8_rounded")
     tuning.save(Path(own), {"7x8": [[64, None]]})
     op = RoundedFp8Linear(request(200, 384, "bfloat16", ROUNDED), attrs.evolve(context(), settings=Settings(table=own)))
     packed = op.prepare(weights((200,), 384)[0])
+    monkeypatch.setattr(tables, "architecture", lambda device: "sm_100")
     assert isinstance(op._tile(500, packed), ManyTile)
     monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
     for version, fits in (("3.6.1", True), ("3.7.0", False)):

@@ -51,15 +51,16 @@ MANY = tuple(
     )
 )
 HOPPER = tuple(
-    HopperTile(block_m=m, stages=stages, together=together)
-    for m, stages, together in (
-        (256, 4, 4),
-        (256, 4, 8),
-        (256, 4, 16),
-        (256, 3, 8),
-        (128, 5, 8),
-        (128, 5, 16),
-        (128, 4, 8),
+    HopperTile(block_m=m, block_n=n, stages=stages, together=together)
+    for m, n, stages, together in (
+        (256, 128, 4, 4),
+        (256, 128, 4, 8),
+        (256, 128, 4, 16),
+        (256, 128, 3, 8),
+        (128, 128, 5, 8),
+        (128, 128, 5, 16),
+        (128, 64, 8, 8),
+        (128, 64, 6, 8),
     )
 )
 """The same for compute capability 9.0 alone."""

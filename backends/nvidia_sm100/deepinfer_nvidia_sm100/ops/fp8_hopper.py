@@ -24,8 +24,6 @@ from .starting import starter
 
 VERSIONS = ("3.6.",)
 """Of Triton, that the kernel was compiled with."""
-COLUMNS = 128
-"""Of a tile: they share a scale with their block of the weight."""
 OUT_ROWS = 64
 """Rows of a tile that a group multiplies at a time, as one instruction takes them."""
 UNROLLED = (8, 4, 2, 1)
@@ -39,6 +37,7 @@ class HopperTile:
     """One way to run the kernel. ``together``: rows of tiles that share the cache. ``box``: the copy engine writes."""
 
     block_m: int
+    block_n: int
     stages: int
     together: int = 8
     box: bool = True
@@ -46,7 +45,9 @@ class HopperTile:
     @property
     def shared_bytes(self) -> int:
         """Of the ring, and of results in 16 bits on their way out."""
-        return GROUP * (self.block_m + COLUMNS) * self.stages + (2 * 2 * OUT_ROWS * COLUMNS if self.box else 0)
+        return GROUP * (self.block_m + self.block_n) * self.stages + (
+            2 * 2 * OUT_ROWS * self.block_n if self.box else 0
+        )
 
 
 def usable(device: torch.device) -> bool:
@@ -72,21 +73,22 @@ def launch(
     from .fp8_hopper_kernel import SWIZZLED, SWIZZLED_OUT, fp8_hopper_kernel
 
     (rows, inner), columns = x.shape, weight.shape[0]
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, COLUMNS)
+    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     box = tile.box and out.element_size() == 2 and columns % 8 == 0  # rows of 16 bytes, which the copy engine wants
     starter(fp8_hopper_kernel, (min(tiles, multiprocessors(x.device)),), compile_only=compile_only)(
         TensorDescriptor.from_tensor(x, [tile.block_m, GROUP], SWIZZLED),
         x_scale,
-        TensorDescriptor.from_tensor(weight, [COLUMNS, GROUP], SWIZZLED),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP], SWIZZLED),
         scale,
         out if bias is None else bias,
         out,
-        TensorDescriptor.from_tensor(out, [OUT_ROWS, COLUMNS], SWIZZLED_OUT) if box else out,
+        TensorDescriptor.from_tensor(out, [OUT_ROWS, tile.block_n], SWIZZLED_OUT) if box else out,
         rows,
         columns,
         inner,
         x_scale.stride(0),
         BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         TOGETHER=tile.together,
         SCALE_ROWS=scale_rows,

@@ -38,22 +38,23 @@ def _copy(
     N,
     K,
     BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):
     """The warp that copies: blocks of rows and of the weight, as soon as their place in the ring is free."""
     rows = gl.cdiv(M, BLOCK_M)
-    columns = gl.cdiv(N, 128)
+    columns = gl.cdiv(N, BLOCK_N)
     count = 0
     for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
         for step in range(K // 128):
             place = count % STAGES
             mbarrier.wait(empty.index(place), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(place), (BLOCK_M + 128) * 128)
+            mbarrier.expect(full.index(place), (BLOCK_M + BLOCK_N) * 128)
             tma.async_copy_global_to_shared(x, [tile_row * BLOCK_M, step * 128], full.index(place), x_ring.index(place))
             tma.async_copy_global_to_shared(
-                weight, [tile_column * 128, step * 128], full.index(place), weight_ring.index(place)
+                weight, [tile_column * BLOCK_N, step * 128], full.index(place), weight_ring.index(place)
             )
             count += 1
 
@@ -69,9 +70,22 @@ def _scaled(product, scale, acc):
 
 @gluon.jit
 def _store(
-    acc, out, out_box, staged, bias, top, left, row, M, N, LAYOUT: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr
+    acc,
+    out,
+    out_box,
+    staged,
+    bias,
+    top,
+    left,
+    row,
+    M,
+    N,
+    BLOCK_N: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    BIAS: gl.constexpr,
+    BOX: gl.constexpr,
 ):
-    column = left + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    column = left + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     if BIAS:
         acc += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)[None, :]
     if BOX:
@@ -98,28 +112,30 @@ def _begin(x_ring, weight_ring, full, count, first, product, never, STAGES: gl.c
 @gluon.jit
 def _multiply_one(
     NUMBER: gl.constexpr, x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box,
-    M, N, K, scale_stride, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    M, N, K, scale_stride, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
     SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """A group that multiplies 64 of a tile's 128 rows. There are registers for two products: while one is added, the
     next is computed. None may be under way at the end of a loop's turn, or the compiler lets each wait for the last:
     so UNROLLED steps make a turn."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
+    )
     rows = gl.cdiv(M, 128)
-    columns = gl.cdiv(N, 128)
+    columns = gl.cdiv(N, BLOCK_N)
     steps = K // 128
     count = 0
     never = M < 0
-    even = gl.zeros([64, 128], gl.float32, layout)
-    odd = gl.zeros([64, 128], gl.float32, layout)
+    even = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    odd = gl.zeros([64, BLOCK_N], gl.float32, layout)
     for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
         top = tile_row * 128 + NUMBER * 64
-        left = tile_column * 128
+        left = tile_column * BLOCK_N
         row = top + gl.arange(0, 64, gl.SliceLayout(1, layout))
         of_block = scale + left // SCALE_ROWS * steps
         of_row = x_scale + row
-        acc = gl.zeros([64, 128], gl.float32, layout)
+        acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
         # Scales are asked for one step ahead: their way from the cache is longer than a step.
         next_block = gl.load(of_block)
         next_row = gl.load(of_row, mask=row < M, other=0.0)
@@ -148,7 +164,7 @@ def _multiply_one(
                     mbarrier.arrive(empty.index(count % STAGES), count=1)
                     acc = _scaled(odd, by_row * block, acc)
                 count += 1
-        _store(acc, out, out_box, staged, bias, top, left, row, M, N, layout, BIAS, BOX)
+        _store(acc, out, out_box, staged, bias, top, left, row, M, N, BLOCK_N, layout, BIAS, BOX)
     if BOX:
         tma.store_wait(0)
 
@@ -156,28 +172,30 @@ def _multiply_one(
 @gluon.jit
 def _multiply_two(
     NUMBER: gl.constexpr, x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box,
-    M, N, K, scale_stride, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    M, N, K, scale_stride, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
     SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """A group that multiplies 128 of a tile's 256 rows, 64 at a time: there are registers for one product."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
+    )
     rows = gl.cdiv(M, 256)
-    columns = gl.cdiv(N, 128)
+    columns = gl.cdiv(N, BLOCK_N)
     steps = K // 128
     count = 0
     # Every product starts from nothing. Said at run time, and with the last one as what it would be added to, so that
     # it must wait for that one's numbers to be used and takes over their registers.
     never = M < 0
-    product = gl.zeros([64, 128], gl.float32, layout)
+    product = gl.zeros([64, BLOCK_N], gl.float32, layout)
     for number in range(gl.program_id(0), rows * columns, gl.num_programs(0)):
         tile_row, tile_column = _tile_of(number, rows, columns, TOGETHER)
         top = tile_row * 256 + NUMBER * 128
-        left = tile_column * 128
+        left = tile_column * BLOCK_N
         row = top + gl.arange(0, 64, gl.SliceLayout(1, layout))
         of_block = scale + left // SCALE_ROWS * steps
         of_row = x_scale + row
-        acc = gl.zeros([64, 128], gl.float32, layout)
-        other = gl.zeros([64, 128], gl.float32, layout)
+        acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
+        other = gl.zeros([64, BLOCK_N], gl.float32, layout)
         next_block = gl.load(of_block)
         next_row = gl.load(of_row, mask=row < M, other=0.0)
         next_other = gl.load(of_row + 64, mask=row + 64 < M, other=0.0)
@@ -196,8 +214,8 @@ def _multiply_two(
             mbarrier.arrive(empty.index(count % STAGES), count=1)
             other = _scaled(product, by_other, other)
             count += 1
-        _store(acc, out, out_box, staged, bias, top, left, row, M, N, layout, BIAS, BOX)
-        _store(other, out, out_box, staged, bias, top + 64, left, row + 64, M, N, layout, BIAS, BOX)
+        _store(acc, out, out_box, staged, bias, top, left, row, M, N, BLOCK_N, layout, BIAS, BOX)
+        _store(other, out, out_box, staged, bias, top + 64, left, row + 64, M, N, BLOCK_N, layout, BIAS, BOX)
     if BOX:
         tma.store_wait(0)
 
@@ -205,55 +223,56 @@ def _multiply_two(
 @gluon.jit
 def _first(
     x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     if BLOCK_M == 256:
         _multiply_two(
             0, x_ring, weight_ring, staged.index(0), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-            scale_stride, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
+            scale_stride, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
         )  # fmt: skip
     else:
         _multiply_one(
             0, x_ring, weight_ring, staged.index(0), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-            scale_stride, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
+            scale_stride, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
         )  # fmt: skip
 
 
 @gluon.jit
 def _second(
     x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     if BLOCK_M == 256:
         _multiply_two(
             1, x_ring, weight_ring, staged.index(1), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-            scale_stride, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
+            scale_stride, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, BIAS, BOX,
         )  # fmt: skip
     else:
         _multiply_one(
             1, x_ring, weight_ring, staged.index(1), full, empty, x_scale, scale, bias, out, out_box, M, N, K,
-            scale_stride, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
+            scale_stride, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "scale_stride"])
 def fp8_hopper_kernel(
     x, x_scale, weight, scale, bias, out, out_box, M, N, K, scale_stride,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    UNROLLED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr,
     BIAS: gl.constexpr, BOX: gl.constexpr, OUT_LAYOUT: gl.constexpr, MULTIPLYING: gl.constexpr, COPYING: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). Descriptors ``x [M, K]`` and ``weight [N, K]`` of blocks (BLOCK_M, 128) and (128, 128), e4m3.
+    """Grid (programs). Descriptors ``x [M, K]``, ``weight [N, K]`` of blocks (BLOCK_M, 128) and (BLOCK_N, 128), e4m3.
 
     ``x_scale [K / 128, M]``, ``scale [ceil(N / SCALE_ROWS), K / 128]`` float32, ``out [M, N]``; SCALE_ROWS is a
-    multiple of 128. BLOCK_M is 128 or 256. BOX: ``out_box`` is a descriptor of ``out`` in blocks of (64, 128).
+    multiple of BLOCK_N, 64 or 128. BLOCK_M is 128 or 256. BOX: ``out_box`` is a descriptor of ``out`` in blocks of
+    (64, BLOCK_N).
     """
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, 128], x.layout)
-    weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], weight.layout)
+    weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 128], weight.layout)
     if BOX:
-        staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 128], OUT_LAYOUT)
+        staged = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, BLOCK_N], OUT_LAYOUT)
     else:
         staged = x_ring  # not used
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -265,13 +284,16 @@ def fp8_hopper_kernel(
         [
             (_first, (
                 x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
+                BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
             )),
             (_second, (
                 x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
-                BLOCK_M, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
+                BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
             )),
-            (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, STAGES, TOGETHER)),
+            (
+                _copy,
+                (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER),
+            ),
         ],
         [4, 1],
         [MULTIPLYING, COPYING],

@@ -47,13 +47,12 @@ def thumb_many(out_features: int, rows: int, device: torch.device) -> ManyTile |
     """The same for many rows."""
     if not fp8_hopper.usable(device):
         return MANY
-    large = -(-rows // 256) * -(-out_features // 128)
-    # Larger tiles read less, but must be enough for every multiprocessor.
-    return (
-        HopperTile(block_m=256, stages=4)
-        if 4 * large >= 3 * multiprocessors(device)
-        else HopperTile(block_m=128, stages=5)
-    )
+    # Larger tiles read less for each product, but must be enough for every multiprocessor.
+    enough = 3 * multiprocessors(device) // 4
+    for block_m, block_n, stages in ((256, 128, 4), (128, 128, 5)):
+        if -(-rows // block_m) * -(-out_features // block_n) >= enough:
+            return HopperTile(block_m=block_m, block_n=block_n, stages=stages)
+    return HopperTile(block_m=128, block_n=64, stages=8)
 
 
 def multiply_many(

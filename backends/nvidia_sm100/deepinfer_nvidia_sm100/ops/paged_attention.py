@@ -86,7 +86,7 @@ class Paged:
         )
         if request.cache_dtype == "float8_e4m3fn" and not wide and few <= 32 and not self._fixed:
             # Half the bytes a token: more of them on their way.
-            self._few = Shape(rows=few, tokens=64, warps=2, stages=4)
+            self._few = Shape(rows=few, tokens=64, warps=2, stages=5)
         self._many = (
             Shape(rows=max(32 if single else 64, least), tokens=32, warps=8, stages=2)
             if wide
