@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a machine that has a GPU, too, everything lies in the host's memory
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "core")]
 
 import numpy as np
