@@ -18,7 +18,7 @@ TILE = tl.constexpr(512)
 """Tokens that are looked at together."""
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def band_kernel(
     logits, maxima, sums, listed, found, state, band, row_peak,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
@@ -79,7 +79,7 @@ def band_kernel(
         tl.store(found + row * REGIONS + region, taken)
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def settle_kernel(
     logits, maxima, sums, listed, found, state, band, row_peak, row_total, last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,

@@ -64,7 +64,7 @@ def band_of(row_logits, peak, heat, p, total, vocab_size):
     return low, high
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def shortlist_kernel(
     logits, maxima, peaks, sums, groups, listed, found, state, band, row_peak, row_total, last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,

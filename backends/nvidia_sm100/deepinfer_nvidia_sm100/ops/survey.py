@@ -28,7 +28,7 @@ def bounds_of(value, first, heat, position, seed_lo, seed_hi, child, PURPOSE: tl
     return value * (1.0 / heat) + (159.0 * 0.6931472 - bits.to(tl.float32) * (0.6931472 / 8388608.0))
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def survey_kernel(
     logits, maxima, peaks, sums, slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k,
     use_p, vocab_size, row_stride, width,

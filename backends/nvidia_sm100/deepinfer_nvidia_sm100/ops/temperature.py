@@ -1,12 +1,9 @@
 """``temperature`` and ``min_p``: two passes over the rows that have one, none over the others.
 
-Floor: bytes, 8·N·V for each row that changes. The row's best logit goes first, so rows are read twice; some rows at a
-time, so that the second reading finds them in the cache.
+Floor: bytes, 8·N·V for each row that changes; here 12·N·V, since the row's best logit goes first.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -14,11 +11,7 @@ import triton.language as tl
 
 from deepinfer_core.api import GREEDY_TEMPERATURE, BuildContext, SamplingBatch, SamplingRequest
 
-from .dependent import dependent, take_turn
-
 PART = 4096
-WAVE = 24 << 20
-"""Bytes of rows that are read and then changed before the next ones are: the second-level cache holds them."""
 
 
 @triton.jit
@@ -41,10 +34,8 @@ def peak_kernel(
     GREEDY: tl.constexpr,
     MIN_P: tl.constexpr,
     PART: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Grid (N, parts): the largest logit of each part."""
-    take_turn(DEPENDENT)
     row = tl.program_id(0)
     if changes(tl.load(parameter + tl.load(slots + row)), GREEDY, MIN_P):
         token = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -64,10 +55,8 @@ def apply_kernel(
     MIN_P: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Grid (N, parts), in place."""
-    take_turn(DEPENDENT)
     row = tl.program_id(0)
     value = tl.load(parameter + tl.load(slots + row))
     if changes(value, GREEDY, MIN_P):
@@ -100,16 +89,10 @@ class _Stage:
             return logits
         parts = triton.cdiv(vocab_size, PART)
         peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
-        fixed: dict[str, Any] = {
-            "GREEDY": GREEDY_TEMPERATURE, "MIN_P": self.MIN_P, "PART": PART, **dependent(logits)
-        }  # fmt: skip
-        together = max(1, WAVE // (4 * vocab_size))
-        for first in range(0, rows, together):
-            some = slice(first, first + together)
-            count = min(together, rows - first)
-            arguments = (logits[some], peaks[some], batch.slots[some], parameter, vocab_size, logits.stride(0))
-            peak_kernel[(count, parts)](*arguments, **fixed)
-            apply_kernel[(count, parts)](*arguments, **fixed, PARTS=triton.next_power_of_2(parts))
+        arguments = (logits, peaks, batch.slots, parameter, vocab_size, logits.stride(0))
+        fixed = {"GREEDY": GREEDY_TEMPERATURE, "MIN_P": self.MIN_P, "PART": PART}
+        peak_kernel[(rows, parts)](*arguments, **fixed)
+        apply_kernel[(rows, parts)](*arguments, **fixed, PARTS=triton.next_power_of_2(parts))
         return logits
 
 

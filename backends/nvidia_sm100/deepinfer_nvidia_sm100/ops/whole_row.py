@@ -11,7 +11,7 @@ from .ranks import limits_of
 from .shortlist import OPEN
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def whole_row_kernel(
     logits, state, row_peak, last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
