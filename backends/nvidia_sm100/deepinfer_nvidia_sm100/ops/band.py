@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .lists import LANES, REGIONS, draw_listed, entries, least_of
+from .lists import LANES, REGIONS, draw_listed, entries, entry_of, least_of
 from .long_list import settle_long
 from .ranks import UNIT, best_of_groups, limits_of, logit_of, rank_of, reached, tempered
 from .shortlist import BAND, DONE, LISTED, OPEN
@@ -25,8 +25,8 @@ def band_kernel(
     width, groups,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, REGIONS), each a piece of the row: ``sums [N, REGIONS]`` of what is above the band, the region's list of
-    what is inside; when tokens are drawn, ``maxima [N, groups]``, bounds of the scores of what is above."""
+    """Grid (N, REGIONS), each a piece of the row: ``sums [N, REGIONS]`` of what is above the band, the piece's list, in
+    any order, of what is inside; when tokens are drawn, ``maxima [N, groups]``, bounds of the scores above."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     if tl.load(state + row) == BAND:
@@ -49,7 +49,7 @@ def band_kernel(
         first = region * each
         end = tl.minimum(first + each, tiles)
         weights = tl.zeros((TILE,), tl.float32)
-        taken = tl.full((), 0, tl.int32)
+        counter = found + row * REGIONS + region + column * 0
         value = tl.load(
             row_logits + first * TILE + column,
             mask=(first * TILE + column < width) & (first < end),
@@ -64,10 +64,8 @@ def band_kernel(
             above = value >= most
             weights += tl.where(above, tl.exp((value - peak) * (1.0 / heat)), 0.0)
             inside = (value >= least) & (value > float("-inf")) & (above == 0)
-            order = tl.cumsum(inside.to(tl.int32), axis=0)
-            entry = taken + order - 1
-            tl.store(region_listed + entry, rank_of(value, token), mask=inside & (entry < LANES))
-            taken += tl.max(order, axis=0)
+            entry = tl.atomic_add(counter, 1, mask=inside, sem="relaxed")
+            tl.store(region_listed + entry, entry_of(value, token), mask=inside & (entry < LANES))
             if DRAW:
                 bound = bounds_of(value, tile * TILE, heat, position, low, high, its_child, PURPOSE, TILE)
                 bound = tl.where(above, bound, float("-inf"))
@@ -76,7 +74,6 @@ def band_kernel(
                 tl.store(maxima + row.to(tl.int64) * groups + place, best)
             value = following
         tl.store(sums + row * REGIONS + region, tl.sum(weights, axis=0))
-        tl.store(found + row * REGIONS + region, taken)
 
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
@@ -135,14 +132,16 @@ def settle_kernel(
             if right:
                 tl.store(last + row, low)
                 if DRAW:
-                    best, winner = draw_listed(
-                        row_listed, row_found, longest, low, peak, heat, slot, position, seed_lo, seed_hi, child,
-                        PURPOSE, LONG,
-                    )  # fmt: skip
+                    best = tl.full((), float("-inf"), tl.float32)
+                    winner = tl.full((), 2147483647, tl.int32)
                     if banded:
                         best, winner = best_of_groups(
                             row_logits, maxima + row.to(tl.int64) * groups, groups, most, best, winner, peak, heat,
                             sampled, slot, position, seed_lo, seed_hi, child, vocab_size, PURPOSE, GROUP, GROUPS,
                         )  # fmt: skip
+                    _, winner = draw_listed(
+                        row_listed, row_found, longest, low, best, winner, peak, heat, slot, position, seed_lo, seed_hi,
+                        child, PURPOSE, LONG,
+                    )  # fmt: skip
                     tl.store(out + row, winner.to(tl.int64))
         tl.store(state + row, tl.where(right, DONE, OPEN).to(tl.int32))

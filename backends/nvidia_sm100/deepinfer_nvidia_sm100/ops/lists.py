@@ -1,6 +1,7 @@
-"""Lists of what can stay of a row, by the ranks of raw logits, and finding in them what does.
+"""Lists of what can stay of a row, logits and tokens, and finding in them what does.
 
-A list lies in REGIONS pieces of LANES entries; ``found [REGIONS]`` says how many of each are real.
+An entry holds a logit's bits, as it came, above its token. A list lies in REGIONS pieces of LANES entries;
+``found [REGIONS]`` says how many of each are real.
 """
 
 from __future__ import annotations
@@ -8,20 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .ranks import (
-    exact_scores,
-    least_by_count,
-    least_by_mass,
-    logit_of,
-    mass_of,
-    rank_of,
-    reached,
-    tempered,
-    token_of,
-)
+from .noise import bound_of, noise_of, uniform_of
+from .ranks import least_by_count, least_by_mass, mass_of, rank_of, reached, tempered, word_of
 
 REGIONS, LANES = tl.constexpr(16), tl.constexpr(1024)
 NONE = tl.constexpr(2147483647)
+
+
+@triton.jit
+def entry_of(logit, token):
+    return (logit.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
 
 
 @triton.jit
@@ -42,22 +39,24 @@ def entries(listed, found, start, WIDTH: tl.constexpr):
 @triton.jit
 def opened(given, peak, heat):
     """Logits as the temperature leaves them, tokens, and ranks, negative for nothing."""
-    token = token_of(given)
-    value = tempered(logit_of(given), peak, heat)
-    return value, token, tl.where(given < 0, -1, rank_of(value, token))
+    token = (given & 0x7FFFFFFF).to(tl.int32)
+    value = tempered((given >> 32).to(tl.int32).to(tl.float32, bitcast=True), peak, heat)
+    return value, token, tl.where(given == -1, -1, rank_of(value, token))
 
 
 @triton.jit
 def best_kept(value, token, rank, low, best, winner, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr):
     """The best exact score, and its token, of what stays, beside a best that is known."""
     kept = rank >= low
-    score = exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE)
-    score = tl.where(kept, score, float("-inf"))
-    here = tl.max(score, axis=0)
-    first = tl.min(tl.where(kept & (score == here), token, NONE), axis=0)
-    if (here > best) | ((here == best) & (first < winner)):
-        best = here
-        winner = first
+    word = word_of(token, slot, position, seed_lo, seed_hi, child, PURPOSE)
+    bound = tl.max(tl.where(kept, value + bound_of(word), float("-inf")), axis=0)
+    if bound >= best - (1e-4 + tl.abs(best) * (2.0**-20)):
+        score = tl.where(kept, value - noise_of(uniform_of(word)), float("-inf"))
+        here = tl.max(score, axis=0)
+        first = tl.min(tl.where(kept & (score == here), token, NONE), axis=0)
+        if (here > best) | ((here == best) & (first < winner)):
+            best = here
+            winner = first
     return best, winner
 
 
@@ -112,12 +111,11 @@ def least_of(given, k, p, above, total, low, peak, heat):
 
 @triton.jit
 def draw_listed(
-    listed, found, most, low, peak, heat, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr,
+    listed, found, most, low, best, winner, peak, heat, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Best score, and its token, of what stays of a list whose longest region has ``most`` entries."""
-    best = tl.full((), float("-inf"), tl.float32)
-    winner = tl.full((), NONE, tl.int32)
+    """Best score, and its token, of what stays of a list whose longest region has ``most`` entries, and of what is
+    known."""
     for start in range(0, most, WIDTH):
         value, token, rank = opened(entries(listed, found, start, WIDTH), peak, heat)
         best, winner = best_kept(

@@ -46,3 +46,14 @@ def noise_of(uniform):
     """``log E`` as defined: float64 logarithms, each rounded to float32. ``1 - u`` is exact in float64."""
     exponential = (-tl.log(1.0 - uniform.to(tl.float64))).to(tl.float32)
     return tl.log(exponential.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def bound_of(word):
+    """What ``-log E`` does not exceed, by 0.06 and by what E is above ``u = w / 2^32``.
+
+    ``-log E <= -log u``, and a float's bits read as an integer are its base-2 logarithm from below, so that no
+    logarithm is taken.
+    """
+    bits = word.to(tl.float32).to(tl.int32, bitcast=True)
+    return 159.0 * 0.6931472 - bits.to(tl.float32) * (0.6931472 / 8388608.0)

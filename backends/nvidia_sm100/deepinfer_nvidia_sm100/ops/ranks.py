@@ -106,8 +106,8 @@ def least_by_mass(rank, mass, low, high, above, total, p, enough):
 
 
 @triton.jit
-def exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr):
-    """``value - log E`` of single tokens."""
+def word_of(token, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr):
+    """The words of single tokens."""
     zero = (token * 0).to(tl.uint32)
     stream = position * 3 + PURPOSE
     w0, w1, w2, w3 = philox(
@@ -119,8 +119,7 @@ def exact_scores(value, token, slot, position, seed_lo, seed_hi, child, PURPOSE:
         tl.load(seed_hi + slot).to(tl.uint32) + zero,
     )
     place = token % 4
-    word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
-    return value - noise_of(uniform_of(word))
+    return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
 
 
 @triton.jit
@@ -146,7 +145,7 @@ def best_of_groups(
         kept = (value >= least) & (value > float("-inf"))
         score = tempered(value, peak, heat)
         if sampled:
-            score = exact_scores(score, token, slot, position, seed_lo, seed_hi, child, PURPOSE)
+            score = score - noise_of(uniform_of(word_of(token, slot, position, seed_lo, seed_hi, child, PURPOSE)))
         score = tl.where(kept, score, float("-inf"))
         here = tl.max(score, axis=0)
         first = tl.min(tl.where(kept & (score == here), token, 2147483647), axis=0)

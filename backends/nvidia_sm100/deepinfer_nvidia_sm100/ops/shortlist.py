@@ -1,9 +1,9 @@
 """Rows of which few groups can hold what stays: those groups' tokens are listed, and the row is settled.
 
 By numbers: as many groups as tokens may stay, those of the largest maxima, hold all of them. By probability: maxima
-that together reach the limit are at least as many tokens as stay. Ties go to the lower group, as they do to the lower
-token. Where maxima do not reach the limit the row is flat: a sample of it says between which two logits the last token
-to stay lies, by four deviations of what the sample knows about the tail. :mod:`.band` lists what lies between them.
+that together reach the limit are at least as many tokens as stay. Where maxima do not reach the limit the row is flat:
+a sample of it says between which two logits the last token to stay lies, by four deviations of what the sample knows
+about the tail. :mod:`.band` lists what lies between them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .lists import LANES, REGIONS, draw_listed, entries, least_of, place_of, settle_few
-from .ranks import UNIT, best_of_groups, least_by_count, least_by_mass, limits_of, mass_of, rank_of, tempered
+from .keys import key_of, value_of
+from .lists import LANES, REGIONS, draw_listed, entries, entry_of, least_of, place_of, settle_few
+from .ranks import UNIT, best_of_groups, limits_of
 
 DONE, LISTED, BAND, OPEN = (tl.constexpr(n) for n in range(4))
 """What is left to do for a row: nothing; its list; a band of its logits; all of it."""
@@ -107,36 +108,51 @@ def shortlist_kernel(
                 number = tl.arange(0, PARTS * PER_PART)
                 best = tl.load(row_maxima + number, mask=number < parts * PER_PART, other=float("-inf"))
                 finite = best > float("-inf")
-                value = tempered(best, peak, heat)
-                top = tempered(peak, peak, heat)
-                rank = tl.where(finite, rank_of(value, number), -1)
-                low = tl.full((), 0, tl.int64)
-                worst = tl.min(tl.where(finite, rank, 0x7FFFFFFFFFFFFFFF), axis=0)
-                high = tl.max(rank, axis=0) + 1
+                key = tl.where(finite, key_of(best), 0).to(tl.uint32)
+                low = tl.min(tl.where(finite, key, 0xFFFFFFFF).to(tl.uint32), axis=0)
+                high = tl.max(key, axis=0) + 1
                 chosen = tl.sum(finite.to(tl.int32), axis=0)
                 flat = chosen < 0
+                enough = chosen > k
                 if k > 0:
-                    if chosen > k:
-                        low = least_by_count(rank, worst, high, k, tl.cdiv(k, LOOK) * LOOK)
-                        chosen = tl.sum((rank >= low).to(tl.int32), axis=0)
+                    while (chosen > tl.maximum(k, tl.cdiv(k, LOOK) * LOOK)) & (high - low > 1):
+                        middle = low + (high - low) // 2
+                        count = tl.sum((key >= middle).to(tl.int32), axis=0)
+                        if count >= k:
+                            low = middle
+                            chosen = count
+                        else:
+                            high = middle
                 else:
-                    share = tl.where(finite, mass_of(value, top), 0)
-                    low, enough = least_by_mass(
-                        rank, share, worst, high, tl.full((), 0, tl.int64), total, tl.minimum(p * MARGIN, 1.0), LOOK
-                    )
-                    low = tl.where(enough, low, 0)
-                    chosen = tl.sum((rank >= low).to(tl.int32), axis=0)
+                    share = tl.where(finite, tl.exp((best - peak) * (1.0 / heat)), 0.0)
+                    wanted = tl.minimum(p * MARGIN, 1.0) * (total / UNIT).to(tl.float32)
+                    enough = tl.sum(share, axis=0) >= wanted
+                    more = tl.full((), 0, tl.int32)
+                    while enough & (chosen > LOOK) & (chosen - more > 1) & (high - low > 1):
+                        middle = low + (high - low) // 2
+                        count = tl.sum((key >= middle).to(tl.int32), axis=0)
+                        if tl.sum(tl.where(key >= middle, share, 0.0), axis=0) >= wanted:
+                            low = middle
+                            chosen = count
+                        else:
+                            high = middle
+                            more = count
                     flat = chosen > tl.where(enough, FLAT, ALL)
+                # Dividing may make equals of logits that differ in the last bits: then ids decide.
+                limit = value_of(low)
+                limit -= tl.where(heat == 1.0, 0.0, (peak - limit) * (2.0**-21))
+                limit = tl.where(enough, limit, float("-inf"))
                 if flat:
                     least_logit, above = band_of(row_logits, peak, heat, p, (total / UNIT).to(tl.float32), vocab_size)
                     tl.store(band + row * 2, least_logit)
                     tl.store(band + row * 2 + 1, above)
+                    tl.store(row_found + tl.arange(0, REGIONS), tl.zeros((REGIONS,), tl.int32))
                     status = tl.full((), BAND, tl.int32)
                 else:
-                    mine = rank >= low
+                    mine = finite & (best >= limit)
+                    chosen = tl.sum(mine.to(tl.int32), axis=0)
                     tl.store(row_groups + tl.cumsum(mine.to(tl.int32), axis=0) - 1, number, mask=mine)
                     tl.debug_barrier()  # read by other threads
-                    least_key = low >> 31
                     taken = tl.full((), 0, tl.int32)
                     for start in range(0, chosen, LOOK):
                         flat_place = tl.arange(0, LOOK * GROUP)
@@ -145,11 +161,10 @@ def shortlist_kernel(
                         token = group * GROUP + flat_place % GROUP
                         inside = (entry < chosen) & (token < vocab_size)
                         logit = tl.load(row_logits + token, mask=inside, other=float("-inf"))
-                        its_key = rank_of(tempered(logit, peak, heat), token) >> 31
-                        here = (logit > float("-inf")) & (its_key >= least_key)
+                        here = (logit > float("-inf")) & (logit >= limit)
                         place = taken + tl.cumsum(here.to(tl.int32), axis=0) - 1
                         tl.store(
-                            row_listed + place_of(place), rank_of(logit, token), mask=here & (place < REGIONS * LANES)
+                            row_listed + place_of(place), entry_of(logit, token), mask=here & (place < REGIONS * LANES)
                         )
                         taken += tl.sum(here.to(tl.int32), axis=0)
                     tl.debug_barrier()
@@ -165,11 +180,12 @@ def shortlist_kernel(
                             tl.debug_barrier()
                             given = entries(row_listed, row_found, 0, SOME)
                             nothing = tl.full((), 0, tl.int64)
-                            least, _ = least_of(given, k, p, nothing, total, least_key << 31, peak, heat)
+                            least, _ = least_of(given, k, p, nothing, total, nothing, peak, heat)
                             if DRAW:
                                 _, winner = draw_listed(
-                                    row_listed, row_found, tl.cdiv(taken, REGIONS), least, peak, heat, slot, position,
-                                    seed_lo, seed_hi, child, PURPOSE, FEW // REGIONS,
+                                    row_listed, row_found, tl.cdiv(taken, REGIONS), least,
+                                    tl.full((), float("-inf"), tl.float32), tl.full((), 2147483647, tl.int32), peak,
+                                    heat, slot, position, seed_lo, seed_hi, child, PURPOSE, FEW // REGIONS,
                                 )  # fmt: skip
                         else:
                             status = tl.full((), LISTED, tl.int32)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .noise import words
+from .noise import bound_of, words
 from .ranks import limits_of
 
 PART = 4096
@@ -17,15 +17,9 @@ GROUP = 64
 
 @triton.jit
 def bounds_of(value, first, heat, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr, PART: tl.constexpr):
-    """What the scores of PART tokens do not exceed, by 0.06 and by what E is above ``u = w / 2^32``.
-
-    ``-log E <= -log u``, and a float's bits read as an integer are its base-2 logarithm from below, so that no
-    logarithm is taken.
-    """
-    stream = position * 3 + PURPOSE
-    word = words(first, seed_lo, seed_hi, child, stream, PART)
-    bits = word.to(tl.float32).to(tl.int32, bitcast=True)
-    return value * (1.0 / heat) + (159.0 * 0.6931472 - bits.to(tl.float32) * (0.6931472 / 8388608.0))
+    """What the scores of PART tokens do not exceed, without the row's largest logit taken off."""
+    word = words(first, seed_lo, seed_hi, child, position * 3 + PURPOSE, PART)
+    return value * (1.0 / heat) + bound_of(word)
 
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
