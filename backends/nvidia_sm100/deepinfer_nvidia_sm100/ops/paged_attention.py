@@ -27,10 +27,8 @@ LEAST_CHUNK = 64
 """Tokens below which another split costs more than it saves."""
 MOST_MERGED = 4
 """Programs of a tile up to which the last to arrive puts chunks together; more are left to a launch of their own."""
-PROGRAMS_EACH = 4
+PROGRAMS_EACH = 3
 """Programs for each multiprocessor that splitting aims at."""
-PROGRAMS_EACH_FIXED = 3
-"""The same under ``batch_invariant``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -71,7 +69,7 @@ class Paged:
         self._device = context.device
         self._group = request.q_heads // request.kv_heads
         self._arrived = torch.zeros(context.max_tokens * request.kv_heads, dtype=torch.int32, device=context.device)
-        self._programs = (PROGRAMS_EACH_FIXED if self._fixed else PROGRAMS_EACH) * _multiprocessors(context.device)
+        self._programs = PROGRAMS_EACH * _multiprocessors(context.device)
         wide = request.head_dim > 128 or request.dtype == "float32"
         tokens = 32 if wide else 64
         least = max(16, 1 << (self._group - 1).bit_length())
