@@ -60,7 +60,7 @@ class PagedAttention:
             if span.lists is not None and self._in_place:
                 (tile,) = span.tiles
                 weights = self._weights(query, key, span, tile)
-                output.index_copy_(0, tile.rows, self._listed(weights, cache["value"], span))
+                tile.put(self._listed(weights, cache["value"], span), output)
                 continue
             value = self._gathered(cache, "value", span)
             # A weight of 0 hides the values of later rows, unless they are not finite.
@@ -70,7 +70,7 @@ class PagedAttention:
                 attended = self._weighted(weights, value, span, tile)
                 if not finite:
                     attended = self._without_lost(weights, value, span, tile, attended)
-                output.index_copy_(0, tile.rows, attended)
+                tile.put(attended, output)
         return output
 
     def _gathered(self, cache: LayerCache, name: str, span: Span) -> torch.Tensor:
@@ -86,7 +86,7 @@ class PagedAttention:
         r, rows = self._request, tile.count * self._group
         filled = -(-rows // ROWS_STEP) * ROWS_STEP
         q = self._room("query", *key.shape[:2], filled, r.head_dim)
-        chosen = query.index_select(0, tile.rows).view(-1, tile.count, r.kv_heads, self._group, r.head_dim)
+        chosen = tile.of(query).reshape(-1, tile.count, r.kv_heads, self._group, r.head_dim)
         chosen = chosen.permute((2, 0, 1, 3, 4) if span.by_head else (0, 2, 1, 3, 4))
         torch.mul(chosen, r.scale, out=q[:, :, :rows].view(chosen.shape))
         scores = self._room("scores", *key.shape[:2], filled, tile.width)

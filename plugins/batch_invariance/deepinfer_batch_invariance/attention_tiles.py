@@ -34,18 +34,32 @@ class Tile:
     """``count`` rows of each request of a span, over ``width`` columns from ``start`` on.
 
     Attributes:
-        rows: ``[R * count]`` int64, their numbers in the step.
+        rows: ``[R * count]`` int64, their numbers in the step. neighbours: they are consecutive.
         seen: columns that every row sees. hidden: ``[R, 1, count, 1, width - seen]``, True where a row does not.
         ends: ``[R, count]``: columns of the span up to and with the row's own.
     """
 
     rows: torch.Tensor
+    neighbours: bool
     count: int
     start: int
     width: int
     seen: int
     hidden: torch.Tensor
     ends: torch.Tensor
+
+    def of(self, step: torch.Tensor) -> torch.Tensor:
+        """This tile's rows of the step's ``[T, ...]``, in place where they are neighbours."""
+        if self.neighbours:
+            return step.narrow(0, int(self.rows[0]), len(self.rows))
+        return step.index_select(0, self.rows)
+
+    def put(self, rows: torch.Tensor, step: torch.Tensor) -> None:
+        """The other way."""
+        if self.neighbours:
+            step.narrow(0, int(self.rows[0]), len(self.rows)).copy_(rows)
+        else:
+            step.index_copy_(0, self.rows, rows)
 
 
 @attrs.frozen(eq=False)
@@ -157,8 +171,10 @@ def _tile(request: PagedAttentionRequest, runs: Runs, rows: Ids, origin: Ids, st
     seen = int(ends.min()) if request.window is None else 0
     columns = np.arange(seen, width)
     hidden = (columns >= ends[..., None]) | (columns < first[..., None])
+    numbers = rows.reshape(-1)
     return Tile(
-        rows=torch.from_numpy(rows.reshape(-1)),
+        rows=torch.from_numpy(numbers),
+        neighbours=bool((np.diff(numbers) == 1).all()),
         count=rows.shape[1],
         start=start,
         width=width,
