@@ -158,7 +158,8 @@ class Device(Protocol):
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         """A host array with the values of a tensor that a finished closure returned (``Event.wait`` came back).
 
-        Waits for nothing but its own copy: not for closures that were submitted since.
+        Waits for nothing but its own copy: not for closures that were submitted since. Called by a closure, for what
+        it has itself computed so far (a drafter's read-back), it waits for that first.
         """
         ...
 

@@ -42,14 +42,26 @@ class QueuedEvent:
         return self._result
 
 
+class Launching:
+    """Whether a closure is being run: what it downloads is its own, which may not be finished."""
+
+    now = False
+
+
 class QueuedStream:
     """Launches each closure's work on the current stream and returns before it is done."""
 
+    def __init__(self, launching: Launching) -> None:
+        self._launching = launching
+
     def submit(self, fn: Callable[[], T]) -> Event[T]:
+        self._launching.now = True
         try:
             return QueuedEvent(fn(), None)
         except BaseException as error:  # the engine decides what a failed step means
             return QueuedEvent(None, error)
+        finally:
+            self._launching.now = False
 
     def close(self) -> None:
         torch.cuda.current_stream().synchronize()
@@ -105,6 +117,7 @@ class CudaDevice:
         self._device = torch.device("cuda", 0)
         torch.cuda.set_device(self._device)
         self._results = torch.cuda.Stream(self._device)
+        self._launching = Launching()
         self._pool: Any = None
 
     @property
@@ -124,7 +137,7 @@ class CudaDevice:
         return True
 
     def stream(self, *, overlap: bool) -> Stream:
-        return QueuedStream() if overlap else WaitingStream()
+        return (QueuedStream if overlap else WaitingStream)(self._launching)
 
     def memory(self) -> MemoryInfo:
         """Free memory counts what torch holds but does not use."""
@@ -138,7 +151,12 @@ class CudaDevice:
         return host.pin_memory().to(self._device, non_blocking=True) if host.numel() else host.to(self._device)
 
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        """The values of what a finished closure returned, on a stream that does not wait for later ones."""
+        """The values of what a finished closure returned, on a stream that does not wait for later ones.
+
+        Called by a closure, whose work is still queued, it waits for that.
+        """
+        if self._launching.now:
+            self._results.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._results):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor, non_blocking=True)
