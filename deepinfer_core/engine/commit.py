@@ -170,8 +170,10 @@ class Committer:
             return kept, computed, []
         if self.speculator is not None:
             self.speculator.hold()
-        accepted, drafted = accepted_drafts(plan, tokens), []
         planned = step.plan.samples - plan.samples  # drafts that were planned and did not come
+        if not plan.drafts and not planned.any():
+            return kept, computed, []
+        accepted, drafted = accepted_drafts(plan, tokens), []
         ends = np.cumsum(plan.samples)
         for request, slot in enumerate(plan.slots.tolist()):
             drafts = plan.drafts.get(slot, ())

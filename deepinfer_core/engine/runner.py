@@ -111,7 +111,7 @@ class Runner:
         if hold:
             return self._launch_held(plan, taken)
         known = None
-        if self.drafting is None:
+        if self.drafting is None or plan.offers_nothing:
             inputs = step_inputs(plan, taken)
             known = ReadyStep(plan=plan, inputs=inputs, needs=self.needs.of(inputs.sample_slots))
 
@@ -119,9 +119,9 @@ class Runner:
 
         def work() -> StepResult:
             with torch.inference_mode():
-                if known is not None:
+                if self.drafting is None and known is not None:
                     return self._run(known, masks=masks[0] if masks else None)
-                return self._run_drafting(plan, taken, fill, masks)
+                return self._run_drafting(plan, taken, fill, masks, known)
 
         return LaunchedStep(plan=plan, prompts=taken.prompts, event=self.stream.submit(work), masks=masks)
 
@@ -164,11 +164,13 @@ class Runner:
     # ---- device side
 
     def _run_drafting(
-        self, plan: StepPlan, taken: Snapshot, fill: FillMasks | None, masks: list[StepMasks]
+        self, plan: StepPlan, taken: Snapshot, fill: FillMasks | None, masks: list[StepMasks], known: ReadyStep | None
     ) -> StepResult:
-        """A step whose drafts only the step before it knows."""
+        """A step whose drafts only the step before it knows; ``known``: one that none are offered to."""
         assert self.drafting is not None
         try:
+            if known is not None:
+                return self._run(known, self.drafting, masks[0] if masks else None)
             resolved = self.drafting.resolve(plan)
             inputs = step_inputs(resolved, taken)
             if fill is not None:

@@ -266,8 +266,9 @@ class DraftRuntime:
 
     def _places(self, ran: TargetRows) -> dict[str, Array]:
         plan, inputs = ran.plan, ran.inputs
-        drafts = np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
-        next_positions = plan.starts + plan.counts - drafts  # or later ones
+        next_positions = plan.starts + plan.counts  # or later ones
+        if plan.drafts:
+            next_positions -= np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
         return {
             name: self._cache.places(
                 engine, inputs.tables[engine], inputs.row_requests, inputs.positions, next_positions

@@ -147,11 +147,13 @@ class DraftPlanner:
 
     def _chosen(self, room: Array, slots: Array, count: int) -> Array:
         """``count`` of the requests that have room, those first whose last turn is longest ago."""
+        if count <= 0:
+            return np.zeros_like(room)
         if count >= int(room.sum()):
             return room
         order = np.argsort(np.where(room, self._last_turn[slots], np.iinfo(np.int64).max), kind="stable")
         chosen = np.zeros_like(room)
-        chosen[order[: max(count, 0)]] = True
+        chosen[order[:count]] = True
         return chosen
 
     def known(self, slots: Array, chances: Array) -> None:

@@ -38,6 +38,12 @@ class StepPlan:
     forced: frozenset[int] = frozenset()
 
     @property
+    def offers_nothing(self) -> bool:
+        """True when starts, counts and samples are what will run, with a device drafter too."""
+        turn = self.turn
+        return turn is None or not (self.drafts or turn.caps.any() or turn.floating.any())
+
+    @property
     def num_tokens(self) -> int:
         """Rows; with a device drafter at most as many as may be verified in all."""
         spare = 0 if self.turn is None or self.drafts else int(self.turn.caps.sum()) - self.turn.total

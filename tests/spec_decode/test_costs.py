@@ -14,6 +14,7 @@ from deepinfer_spec_decode.budget import gain
 from deepinfer_spec_decode.cost_table import StepCosts, measure_table
 from deepinfer_spec_decode.schedule import (
     ENOUGH,
+    HOPELESS,
     MOST_HALVINGS,
     PROBE_SHARE,
     PROBED,
@@ -255,7 +256,41 @@ def test_probes_take_a_bounded_share_of_the_time(drafting: float) -> None:
         drafted = run(made, 4, 0.5, 20, drafting=drafting, fresh=4)
         spent += sum(drafted) * drafting
         seconds += 20 * 4.0
-    assert spent <= 2 * PROBE_SHARE * seconds + 5 * PROBED * drafting
+    assert spent <= PROBE_SHARE * seconds + 5 * PROBED * drafting
+
+
+def absorbing(made: ConfidenceSchedule, steps: int, fresh: int, paid: float) -> list[int]:
+    """Steps of 16 requests and 16 ms that drafted, 1 ms each, where a probe also absorbs for ``paid`` ms."""
+    probes = []
+    for step in range(steps):
+        drafted = made.drafts(16, fresh if step == 0 else 0)
+        told = cost(16, 0.016, 0.001 * drafted + 0.001 * paid * bool(drafted), drafted)
+        chances = np.full((drafted, 3), 0.1) if drafted else None
+        made.observe(attrs.evolve(told, absorb_seconds=0.001 * paid * bool(drafted), chances=chances))
+        probes += [step] if drafted else []
+    return probes
+
+
+def test_what_a_probe_absorbs_counts_too() -> None:
+    """Judged by the seconds the last one took: 10 ms of absorbing beside 2 ms of drafting."""
+    made = schedule(float, probe_steps=1)
+    probes = absorbing(made, 30_000, 0, 10.0)[-(-ENOUGH // PROBED) :]
+    assert len(probes) >= 3
+    assert min(np.diff(probes)) * 16.0 >= 12.0 / PROBE_SHARE
+
+
+def test_new_requests_that_cannot_pay_are_no_reason_to_probe() -> None:
+    """All drafts so far say so by a clear margin: probes are as rare as within one text, and never cease."""
+    made = schedule(float, probe_steps=1)
+    absorbing(made, 100, 0, 0.0)
+    assert made._promise(16) < HOPELESS
+    clock, probes = 0, []
+    for _ in range(2000):
+        probes += [clock + step for step in absorbing(made, 20, 16, 0.0)]
+        clock += 20
+    gaps = np.diff(probes)
+    assert len(gaps) > MOST_HALVINGS
+    assert gaps[-1] * 16.0 >= 2**MOST_HALVINGS * 2.0 / PROBE_SHARE
 
 
 def test_what_pays_again_is_found_by_probes() -> None:

@@ -130,6 +130,19 @@ def test_no_more_is_kept_than_may_be_read() -> None:
     assert pool.made > 2000
 
 
+@pytest.mark.parametrize("rows", [0, 5, 40])
+def test_what_is_kept_stays_within_the_limit(rows: int) -> None:
+    """Of values, 16 bytes a row, but for those of one step; what is over it is absorbed. Nothing is lost."""
+    rng = random.Random()
+    pool, waiting, given, absorbed = Pool(rng), WaitingRows(16 * rows), 0, 0
+    for _ in range(300):
+        step, batch, values, _ = pool.step("none")
+        absorbed += sum(len(kept[0]) for _, kept in waiting.due(step, batch, values))
+        given += len(values[0])
+        assert waiting.count <= max(rows, len(values[0]))
+    assert 0 < absorbed <= given
+
+
 def test_rows_said_to_lie_nowhere_are_not_kept() -> None:
     step, batch, values, _ = Pool(random.Random(1)).step("none")
     step.places["a"][1:] %= BLOCK

@@ -37,8 +37,10 @@ LONG_REMEMBERED = 256
 PROBED = 2
 """Requests that a probe drafts for, at most."""
 
-PROBE_SHARE = 0.01
-"""Of the time, at most, is spent on the drafts of probes, and as much again on those of new requests."""
+PROBE_SHARE = 0.005
+"""Of the time, at most, is spent on probes, those of new requests and what they absorb included."""
+HOPELESS = 0.8
+"""Where all drafts made lately promise less than this ratio, new requests are no reason to find out."""
 MOST_HALVINGS = 3
 """Each probe in vain doubles the pause until the next, so many times at most."""
 
@@ -62,7 +64,8 @@ class ConfidenceSchedule:
         self._on = True
         self._idle_steps = 0
         self._clock = 0.0  # seconds in steps
-        self._probed = self._new_probed = 0.0
+        self._probed = 0.0  # the clock at the last probe
+        self._probe_seconds = 0.0  # what that took
         self._in_vain = 0
         self._learned_on = 0
         self._costs_began(StepCosts([(1, 1.0)]))
@@ -71,6 +74,7 @@ class ConfidenceSchedule:
         self.costs = costs
         self._asked: tuple[int, int] | None = None
         self._answer = True
+        self._promised: tuple[tuple[int, int], float] | None = None
 
     def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
         directory = cache_directory(self._settings.cost_cache)
@@ -108,20 +112,30 @@ class ConfidenceSchedule:
         if self._on:
             self._stopped()
         self._idle_steps += 1
-        return few if self._probes(self.costs.drafting(few)) else 0
+        return few if self._probes(requests, few) else 0
 
-    def _probes(self, seconds: float) -> bool:
-        """Whether to find out now: at the first step of new requests, or after a while, as far as the share goes."""
-        if self._all_new and PROBE_SHARE * (self._clock - self._new_probed) >= seconds:
-            self._new_probed = self._clock
-            return True
-        rarer: int = 2 ** min(self._in_vain, MOST_HALVINGS)
+    def _probes(self, requests: int, few: int) -> bool:
+        """Whether to find out now: after a while, or where all requests are new and may be worth it, as far as the
+        share goes."""
         due = PROBE_SHARE * (self._clock - self._probed)
-        if self._idle_steps < rarer * self._settings.probe_steps or due < rarer * seconds:
+        if due < self._probe_seconds:
+            return False
+        seconds = max(self._probe_seconds, self.costs.drafting(few))
+        rarer: int = 2 ** min(self._in_vain, MOST_HALVINGS)
+        if self._idle_steps >= rarer * self._settings.probe_steps and due >= rarer * seconds:
+            self._in_vain += 1
+        elif not self._all_new or due < seconds or self._promise(requests) < HOPELESS:
             return False
         self._idle_steps, self._probed = 0, self._clock
-        self._in_vain += 1
         return True
+
+    def _promise(self, requests: int) -> float:
+        """The ratio of tokens a second that all drafts remembered promise so many requests."""
+        asked = (requests, self._count)
+        if self._promised is None or self._promised[0] != asked:
+            found = gain(np.stack(self._long), requests, self.costs, self.costs.drafting(requests))
+            self._promised = asked, found
+        return self._promised[1]
 
     def allocate(self, survival: Array, caps: Array, total: int) -> Array:
         return allocate(survival, caps, total)
@@ -129,6 +143,8 @@ class ConfidenceSchedule:
     def observe(self, cost: VerifyCost) -> None:
         self.costs.observe(cost)
         self._clock += cost.target_seconds + cost.draft_seconds
+        if cost.drafted and not self._on:
+            self._probe_seconds = cost.draft_seconds
         if cost.chances is not None and len(cost.chances):
             self._learn(cost.chances)
 

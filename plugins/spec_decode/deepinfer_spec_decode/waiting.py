@@ -8,6 +8,7 @@ what absorbing at once would have left. Rows that nobody can read any more are d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -23,20 +24,23 @@ Absorbed = tuple[ModelBatch, list[torch.Tensor]]
 LIMIT = 64 * 2**20
 """Bytes of values kept at most, but for those of one step."""
 
-LEAST_ROWS = 512
-"""That there is room for before rows are looked through."""
+LEAST_ROWS = 8192
+"""That wait before they are looked through."""
 
 
 class WaitingRows:
-    """Rows of several steps, as one batch later on. ``limit``: bytes of values that are kept."""
+    """Rows of several steps, as one batch later on. ``limit``: bytes of values that are kept.
+
+    A step's tensors are kept as they are: nothing is copied before rows are looked through or absorbed.
+    """
 
     def __init__(self, limit: int = LIMIT, least: int = LEAST_ROWS) -> None:
         self.limit = limit
         self.least = least
         self.count = 0
-        self._room = 0
-        self._places: dict[str, Array] = {}
-        self._kept: dict[str, torch.Tensor] = {}
+        self._room = 0  # rows up to which none are looked through
+        self._places: dict[str, list[Array]] = {}
+        self._kept: dict[str, list[torch.Tensor]] = {}
 
     def due(self, step: DraftStep, batch: ModelBatch, values: Sequence[torch.Tensor]) -> list[Absorbed]:
         """Take a step's rows, and give what is to be absorbed now, in this order.
@@ -68,7 +72,7 @@ class WaitingRows:
         if len(tables) != 1:
             return np.ones(self.count, bool)
         ((name, table),) = tables.items()
-        blocks = self._places[name][: self.count] // block_sizes[name]
+        blocks = self._all_places()[name] // block_sizes[name]
         found: Array = np.isin(blocks, table) & (blocks > 0)
         return found
 
@@ -76,29 +80,29 @@ class WaitingRows:
         """These rows, which wait no longer. ``like``: a batch of the same module, for what is not kept."""
         if not wanted.any():
             return []
-        chosen = wanted.copy()
-        for places in self._places.values() if len(self._places) == 1 else ():
-            chosen[wanted] = _last(places[: self.count][wanted])
-        kept, rows = self._kept, self._rows(chosen)
-        positions = kept["positions"][rows]
+        chosen, found = wanted.copy(), self._all_places()
+        for places in found.values() if len(found) == 1 else ():
+            chosen[wanted] = _last(places[wanted])
+        kept = self._rows(chosen)
+        positions = kept["positions"]
         layouts = {}
         for name, layout in like.layouts.items():
-            slots = last_of_each(kept[f"slots {name}"][rows], layout.block_size)
+            slots = last_of_each(kept[f"slots {name}"], layout.block_size)
             # What attention would need of the rows is another step's and means nothing.
             layouts[name] = attrs.evolve(layout, positions=positions, slot_mapping=slots)
-        taken = attrs.evolve(like, token_ids=kept["ids"][rows], positions=positions, layouts=layouts)
-        values = [kept[name][rows] for name in kept if name.startswith("value")]
+        taken = attrs.evolve(like, token_ids=kept["ids"], positions=positions, layouts=layouts)
+        values = [kept[name] for name in kept if name.startswith("value")]
         if wanted.all():
-            self.count = 0
-        else:  # their memory is used again when room is made
-            for places in self._places.values():
-                places[: self.count][wanted] = 0
+            self._forget()
+        else:  # their memory is used again when rows are looked through
+            for places in found.values():
+                places[wanted] = 0
         return [(taken, values)]
 
     def _make_room(
         self, batch: ModelBatch, values: Sequence[torch.Tensor], rows: int, readable: Callable[[str, Array], Array]
     ) -> list[Absorbed]:
-        """Room for more rows: in what there is, where rows were dropped, in more memory, or by absorbing all."""
+        """Room for more rows: where rows are dropped, within the limit, or by absorbing all."""
         ready: list[Absorbed] = []
         if self.count + rows <= self._room:
             return ready
@@ -106,55 +110,73 @@ class WaitingRows:
         most = self.limit // max(1, sum(value[:1].numel() * value.element_size() for value in values))
         if self.count and self.count + rows > most * 3 // 4:  # few of the next would find room
             ready = self._take(batch, np.ones(self.count, bool))
-        wanted = self.count + rows
-        self._room = max(wanted, self._room, min(most, max(self.least, 2 * wanted)))
+        self._room = min(most, max(self.least, 2 * (self.count + rows)))
         return ready
 
     def _append(
         self, batch: ModelBatch, places: Mapping[str, Array], values: Sequence[torch.Tensor], alive: Array
     ) -> None:
-        start, self.count = self.count, self.count + int(alive.sum())
+        self.count += int(alive.sum())
         new = {"ids": batch.token_ids, "positions": batch.positions}
         new |= {f"slots {name}": layout.slot_mapping for name, layout in batch.layouts.items()}
         new |= {f"value {i}": value for i, value in enumerate(values)}
-        chosen = None if alive.all() else torch.from_numpy(np.nonzero(alive)[0]).to(batch.token_ids.device)
+        whole = bool(alive.all())
+        chosen = None if whole else torch.from_numpy(np.nonzero(alive)[0]).to(batch.token_ids.device)
         for name, tensor in new.items():
-            kept = self._kept.get(name)
-            if kept is None or len(kept) < self.count:
-                grown = tensor.new_empty((self._room, *tensor.shape[1:]))
-                if kept is not None:
-                    grown[:start] = kept[:start]
-                self._kept[name] = kept = grown
-            kept[start : self.count] = tensor if chosen is None else tensor[chosen]
+            self._kept.setdefault(name, []).append(tensor if chosen is None else tensor[chosen])
         for name in batch.layouts:
-            known = self._places.get(name, np.zeros(0, np.int64))
-            if len(known) < self.count:
-                known = np.concatenate([known[:start], np.zeros(self._room - start, np.int64)])
-            known[start : self.count] = places[name][alive]
-            self._places[name] = known
+            self._places.setdefault(name, []).append(places[name][alive])
 
     def _drop_dead(self, readable: Callable[[str, Array], Array], block_sizes: Mapping[str, int]) -> None:
         """Forget rows that nobody can read any more: a later one has their place, or their block is free."""
         if self.count:
-            found = {name: places[: self.count] for name, places in self._places.items()}
+            found = self._all_places()
             self._keep(_any(_last(p) & readable(name, p // block_sizes[name]) for name, p in found.items()))
 
     def _keep(self, mask: Array) -> None:
-        before, self.count = self.count, int(mask.sum())
-        if 0 < self.count < before:
-            rows = self._rows(mask)
-            for tensor in self._kept.values():
-                tensor[: self.count] = tensor[rows]
-            for places in self._places.values():
-                places[: self.count] = places[:before][mask]
+        if not mask.any():
+            self._forget()
+        elif not mask.all():
+            self._kept = {name: [tensor] for name, tensor in self._rows(mask).items()}
+            self._places = {name: [places[mask]] for name, places in self._all_places().items()}
+            self.count = int(mask.sum())
 
-    def _rows(self, mask: Array) -> torch.Tensor:
-        return torch.from_numpy(np.nonzero(mask)[0]).to(self._kept["ids"].device)
+    def _forget(self) -> None:
+        self.count = self._room = 0
+        self._places, self._kept = {}, {}
+
+    def _all_places(self) -> dict[str, Array]:
+        """Of the rows that wait, ``[count]`` by group; from now on one array each, which may be written."""
+        for name, parts in self._places.items():
+            if len(parts) > 1:
+                self._places[name] = [np.concatenate(parts)]
+        return {name: parts[0] for name, parts in self._places.items()}
+
+    def _rows(self, mask: Array) -> dict[str, torch.Tensor]:
+        """What is kept of the rows in ``mask``, some of those that wait; the others are not copied."""
+        steps = self._kept["ids"]
+        ends = np.cumsum([len(step) for step in steps])
+        rows = np.nonzero(mask)[0]
+        owners = np.searchsorted(ends, rows, side="right")
+        cuts = [0, *(np.nonzero(np.diff(owners))[0] + 1).tolist(), len(rows)]
+        found = []
+        for start, stop in pairwise(cuts):
+            owner = int(owners[start])
+            first, last = int(ends[owner]) - len(steps[owner]), int(ends[owner])
+            whole = stop - start == last - first
+            index = None if whole else torch.from_numpy(rows[start:stop] - first).to(steps[0].device)
+            found.append((owner, index))
+        return {
+            name: torch.cat([parts[i] if index is None else parts[i][index] for i, index in found])
+            for name, parts in self._kept.items()
+        }
 
 
 def _any(masks: Iterable[Array]) -> Array:
-    found: Array = np.logical_or.reduce(list(masks))
-    return found
+    first, *others = masks
+    for mask in others:
+        first = first | mask
+    return first
 
 
 def _last(places: Array) -> Array:
