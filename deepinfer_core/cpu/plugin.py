@@ -157,7 +157,11 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _invariant(_provider("write_kv", "attention.write_kv", "attention:WriteKV", KV_CAPS, _write_kv)),
         _provider("paged_in_place", "attention.paged", "attention:PagedAttention", PAGED_CAPS, _paged),
-        _provider("write_kv_transposed", "attention.write_kv", "transposed_keys:WriteKV", TRANSPOSED_CAPS, _write_kv),
+        _invariant(
+            _provider(
+                "write_kv_transposed", "attention.write_kv", "transposed_keys:WriteKV", TRANSPOSED_CAPS, _write_kv
+            )
+        ),
         _provider(
             "paged_transposed",
             "attention.paged",

@@ -23,8 +23,8 @@ def fit_block_size(config: EngineConfig, spec: ModelSpec, device: DeviceInfo) ->
     """
     size, alignment = config.kv_cache.block_size, spec.block_alignment
     unset = config.sources.get(SETTING, "default") == "default" and size == KVCacheConfig().block_size
-    if unset and alignment == 1 and device.block_size is not None and not config.features.batch_invariant:
-        return _with(config, device.block_size, device.backend)  # invariant operators are others than those it suits
+    if unset and alignment == 1 and device.block_size is not None:
+        return _with(config, device.block_size, device.backend)
     if size % alignment == 0:
         return config
     if not unset:

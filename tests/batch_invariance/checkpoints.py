@@ -56,8 +56,11 @@ def tiny_v4(directory: Path) -> Checkpoint:
 
 def demo() -> Checkpoint:
     """SmolLM2-135M."""
-    return Checkpoint("demo", 49152, {"logging.progress": False})
+    return Checkpoint("demo", 49152, {"logging.progress": False, **BLOCKS})
 
+
+BLOCKS: Mapping[str, Any] = {"kv_cache.block_size": 32}
+"""So that a short prompt fills one, and a short output begins another; keys lie by channel from this size on."""
 
 SMALL: Mapping[str, Any] = {
     "logging.progress": False,
@@ -71,4 +74,4 @@ def _saved(directory: Path, kind: Any, config: Any) -> Checkpoint:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         kind(config).save_pretrained(directory)
-    return Checkpoint(str(directory), SIZES["vocab_size"], SMALL)
+    return Checkpoint(str(directory), SIZES["vocab_size"], {**SMALL, **BLOCKS})

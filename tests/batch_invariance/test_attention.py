@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from deepinfer_batch_invariance.key_lists import KEY_BLOCK, room
@@ -34,9 +35,10 @@ Run = Callable[[Any, StepLayout, torch.Tensor], torch.Tensor]
 class Requests:
     """Requests whose whole contexts are cached, and steps over any rows of theirs."""
 
-    def __init__(self, lengths: Sequence[int], seed: int) -> None:
+    def __init__(self, lengths: Sequence[int], seed: int, block_size: int = BLOCK) -> None:
         self.lengths = list(lengths)
-        self.blocks = max(-(-length // BLOCK) for length in lengths)
+        self.block_size = block_size
+        self.blocks = max(-(-length // block_size) for length in lengths)
         order = torch.randperm(len(lengths) * self.blocks, generator=torch.Generator().manual_seed(seed)) + 1
         self.table = order.view(len(lengths), self.blocks).to(torch.int32)
         self.num_blocks = len(lengths) * self.blocks + 1
@@ -47,7 +49,7 @@ class Requests:
         """A step of (request, first position, end) parts, and the numbers of its rows."""
         layout = layout_of(
             self.table[[request for request, _, _ in parts]],
-            BLOCK,
+            self.block_size,
             [end - start for _, start, end in parts],
             [end for _, _, end in parts],
         )
@@ -72,13 +74,33 @@ class Requests:
 def paged(**changes: Any) -> tuple[OpRequest, Callable[[Requests], Run]]:
     shape = {"cache_group": "full", "q_heads": 6, "kv_heads": 2, "head_dim": 24, "scale": 0.2, **changes}
     request = PagedAttentionRequest(**(shape | FLOAT32))
+    return request, over_pages(request)
 
+
+def over_pages(request: PagedAttentionRequest) -> Callable[[Requests], Run]:
     def over(requests: Requests) -> Run:
         cache = {
-            name: normal(requests.num_blocks, BLOCK, request.kv_heads, request.head_dim, seed=seed)
+            name: normal(requests.num_blocks, request.block_size, request.kv_heads, request.head_dim, seed=seed)
             for seed, name in enumerate(("key", "value"))
         }
         query = normal(requests.rows, request.q_heads, request.head_dim, seed=5)
+        return lambda op, layout, rows: op.run(query[rows], cache, op.plan(layout))
+
+    return over
+
+
+def transposed(**changes: Any) -> tuple[OpRequest, Callable[[Requests], Run]]:
+    """The same over blocks whose keys lie by channel."""
+    given = {"demands": {"batch_invariant", "kv_layout:transposed_keys"}, "block_size": 32, **changes}
+    request, _ = paged()
+    request = attrs.evolve(request, **given)  # type: ignore[arg-type]
+
+    def over(requests: Requests) -> Run:
+        r: Any = request
+        keys = normal(requests.num_blocks, r.block_size, r.kv_heads, r.head_dim, seed=0).permute(0, 2, 3, 1)
+        values = normal(requests.num_blocks, r.block_size, r.kv_heads, r.head_dim, seed=1).transpose(1, 2)
+        cache = {"key": keys.contiguous(), "value": values.contiguous()}
+        query = normal(requests.rows, r.q_heads, r.head_dim, seed=5)
         return lambda op, layout, rows: op.run(query[rows], cache, op.plan(layout))
 
     return request, over
@@ -176,6 +198,9 @@ CASES: dict[str, tuple[Any, str]] = {
     "paged": (paged(), "paged"),
     "window": (paged(window=13), "paged"),
     "one head a key": (paged(q_heads=2), "paged"),
+    "transposed": (transposed(), "paged_transposed"),
+    "transposed, window": (transposed(window=13, block_size=64), "paged_transposed"),
+    "transposed, wide window": (transposed(window=100, block_size=48), "paged_transposed"),
     "sparse": (sparse(RATE, 0), "sparse"),
     "sparse, chosen": (sparse(RATE, 7), "sparse"),
     "window and sink": (sparse(0, 0), "sparse"),
@@ -185,8 +210,8 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
-def check(op: Any, over: Callable[[Requests], Run], lengths: Sequence[int], seed: int) -> None:
-    requests = Requests(lengths, seed)
+def check(op: Any, over: Callable[[Requests], Run], lengths: Sequence[int], seed: int, block_size: int = BLOCK) -> None:
+    requests = Requests(lengths, seed, block_size)
     run = over(requests)
     layout, rows = requests.step([(r, 0, length) for r, length in enumerate(requests.lengths)])
     whole = run(op, layout, rows)
@@ -201,7 +226,7 @@ def check(op: Any, over: Callable[[Requests], Run], lengths: Sequence[int], seed
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_rows_alone_and_together(name: str, lengths: list[int], seed: int) -> None:
     (request, over), provider = CASES[name]
-    check(operator(request, f"batch_invariance:{provider}"), over, lengths, seed)
+    check(operator(request, f"batch_invariance:{provider}"), over, lengths, seed, request.block_size)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -211,7 +236,7 @@ def test_long_contexts_with_one_and_two_threads(name: str, threads: int) -> None
     torch.set_num_threads(threads)
     try:
         (request, over), provider = CASES[name]
-        check(operator(request, f"batch_invariance:{provider}", threads), over, [600, 33, 300], 1)
+        check(operator(request, f"batch_invariance:{provider}", threads), over, [600, 33, 300], 1, request.block_size)
     finally:
         torch.set_num_threads(before)
 
@@ -220,10 +245,13 @@ def test_long_contexts_with_one_and_two_threads(name: str, threads: int) -> None
 @pytest.mark.parametrize("lengths", [[1], [70, 3, 40]])
 def test_equals_the_reference(name: str, lengths: list[int]) -> None:
     (request, over), provider = CASES[name]
-    requests = Requests(lengths, 1)
+    requests = Requests(lengths, 1, request.block_size)
     layout, rows = requests.step([(r, 0, length) for r, length in enumerate(lengths)])
     run = over(requests)
     found = run(operator(request, f"batch_invariance:{provider}"), layout, rows)
+    if provider == "paged_transposed":  # the reference reads pages
+        request = attrs.evolve(request, demands=DEMANDS)
+        run = over_pages(request)(requests)
     wanted = run(reference_operator(request), layout, rows)
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -63,15 +63,25 @@ def append_tokens(label: str, rows: int, seed: int) -> None:
     check_company(run, rows, seed)
 
 
-def write_kv(label: str, rows: int, seed: int) -> None:
+def write_kv_transposed(label: str, rows: int, seed: int) -> None:
+    write_kv(label, rows, seed, {"key": (2, 8, 4), "value": (2, 4, 8)}, "transposed_keys")
+
+
+def write_kv(
+    label: str,
+    rows: int,
+    seed: int,
+    shapes: Mapping[str, tuple[int, int, int]] = {"key": (4, 2, 8), "value": (4, 2, 8)},
+    layout: str = "paged",
+) -> None:
     """Rows of one request written in one step, or each in its own."""
     shape: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "dtype": "float32", "cache_dtype": "float32"}
-    request = WriteKVRequest(cache_group="full", block_size=4, demands=DEMANDS | {"kv_layout:paged"}, **shape)
+    request = WriteKVRequest(cache_group="full", block_size=4, demands=DEMANDS | {f"kv_layout:{layout}"}, **shape)
     op, key, value = operator(request, label), normal(rows, 2, 8, seed=1), normal(rows, 2, 8, seed=2)
     table = torch.randperm(-(-rows // 4), generator=torch.Generator().manual_seed(seed)).to(torch.int32)[None] + 1
 
     def cache() -> dict[str, torch.Tensor]:
-        return {name: torch.zeros(-(-rows // 4) + 1, 4, 2, 8) for name in ("key", "value")}
+        return {name: torch.zeros(-(-rows // 4) + 1, *shape) for name, shape in shapes.items()}
 
     together, apart = cache(), cache()
     op.run(key, value, together, layout_of(table, 4, [rows], [rows]))
@@ -96,6 +106,7 @@ CHECKS: dict[str, Check] = {
         ("append_tokens", append_tokens),
         ("write_kv", write_kv),
     )},
+    "cpu:write_kv_transposed": write_kv_transposed,
     **{f"reference:{name}": stage(name) for name in ("mask", "bias", "penalties", "temperature")},
     **{f"cpu:{name}": stage(name) for name in ("mask", "top_k", "top_p", "draw", "logprobs")},
 }  # fmt: skip

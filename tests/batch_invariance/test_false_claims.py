@@ -17,6 +17,9 @@ from deepinfer_core.api import LinearRequest, RmsNormRequest
 from deepinfer_core.cli.program import program
 from deepinfer_core.cpu.attention import PagedAttention
 
+PAGES = {"kv_cache.block_size": 16}
+"""The planted attention reads blocks that lie by token."""
+
 SLOTS = {"split": {"qkv", "head"}, "blocked": {"norm", "head_norm"}, "two_ways": {"attention_full", "attention_window"}}
 
 
@@ -27,7 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def verify(checkpoint: Checkpoint, *arguments: str) -> Result:
     ids = ",".join(map(str, checkpoint.prompt(21)))
-    sets = [f"--set={key}={json.dumps(value)}" for key, value in checkpoint.settings.items()]
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in {**checkpoint.settings, **PAGES}.items()]
     command = ["verify-determinism", "--model", checkpoint.path, "--prompt-ids", ids, "--max-tokens", "20", *sets]
     return CliRunner().invoke(program, [*command, *arguments])
 

@@ -156,5 +156,5 @@ def test_no_operator_promises_what_it_does_not_keep() -> None:
     What declares it is held to it by tests/batch_invariance/test_core_providers.py.
     """
     declared = {provider.name for provider in providers() if "batch_invariant" in provider.caps}
-    moves_data = {"write_kv", "input_ids", "slot_mapping", "append_tokens"}
+    moves_data = {"write_kv", "write_kv_transposed", "input_ids", "slot_mapping", "append_tokens"}
     assert declared == moves_data | {"mask", "top_k", "top_p", "draw", "logprobs"}

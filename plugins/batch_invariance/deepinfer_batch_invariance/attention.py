@@ -8,6 +8,7 @@ for decode rows: there a weighted sum over rows of the cache adds the same numbe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 import attrs
@@ -38,24 +39,42 @@ class PagedAttention:
         self._request = request
         self._group = request.q_heads // request.kv_heads
         self._memory: dict[str, torch.Tensor] = {}
-        self._in_place = check_products(request.head_dim, context.num_threads)
+        self._in_place = self._tried(context.num_threads)
         check_paged(self, request, context.num_threads)
-        self._memory.clear()  # was made in inference mode
+        self._forget()  # was made in inference mode
+
+    def _tried(self, num_threads: int) -> bool:
+        """Whether decode rows may be attended to in place; raises PlanError where products are not steady."""
+        return check_products(self._request.head_dim, num_threads)
+
+    def _forget(self) -> None:
+        self._memory.clear()
+
+    def arranged(self, cache: LayerCache) -> LayerCache:
+        """``key`` and ``value [blocks, block_size, kv_heads, head_dim]`` in this operator's layout."""
+        return cache
 
     def plan(self, layout: StepLayout) -> Plan:
         """What each row reads, from the host copies of the step's layout."""
         runs = runs_of(self._request, layout)
         if int((runs.count * runs.width).sum()) * self._request.q_heads > KEPT:
             return Plan(layout, runs, None)
-        return Plan(layout, runs, tuple(spans_of(self._request, layout, runs)))
+        return Plan(layout, runs, tuple(self._spans(layout, runs)))
+
+    def _spans(self, layout: StepLayout, runs: Runs) -> Iterator[Span]:
+        return spans_of(self._request, layout, runs)
 
     def run(
         self, query: torch.Tensor, cache: LayerCache, plan: Plan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``query [T, q_heads, head_dim]`` float32 -> the same shape, fresh memory."""
-        spans = plan.spans
         output = torch.empty(query.shape)
-        for span in spans_of(self._request, plan.layout, plan.runs) if spans is None else spans:
+        self._attend(query, cache, plan, output)
+        return output
+
+    def _attend(self, query: torch.Tensor, cache: LayerCache, plan: Plan, output: torch.Tensor) -> None:
+        spans = plan.spans
+        for span in self._spans(plan.layout, plan.runs) if spans is None else spans:
             key = self._gathered(cache, "key", span)
             if span.lists is not None and self._in_place:
                 (tile,) = span.tiles
@@ -71,7 +90,6 @@ class PagedAttention:
                 if not finite:
                     attended = self._without_lost(weights, value, span, tile, attended)
                 tile.put(attended, output)
-        return output
 
     def _gathered(self, cache: LayerCache, name: str, span: Span) -> torch.Tensor:
         """``[R, kv_heads, columns, head_dim]``, or heads first if the span goes by them; not contiguous."""

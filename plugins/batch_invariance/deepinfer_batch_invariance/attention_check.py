@@ -65,10 +65,40 @@ def _products_are_steady(dim: int, width: int) -> bool:
     return same_bits(sums, whole[1][:, 0]) and same_bits(queries[:, 0] + sums, whole[2][:, 0])
 
 
+def check_channels(dim: int, size: int, num_threads: int) -> bool:
+    """Try products with keys that lie channel by channel in blocks of ``size``.
+
+    Returns whether sums over the channels of each block give the bits of the products.
+
+    Raises:
+        PlanError: a row's bits depend on how many rows are multiplied.
+    """
+    with threads(num_threads):
+        found = [_channels_are_steady(dim, size, n * KEY_BLOCK, skip) for n in BLOCKS for skip in (0, KEY_BLOCK)]
+    return all(found)
+
+
+def _channels_are_steady(dim: int, size: int, width: int, skip: int) -> bool:
+    """Two requests, the second of two heads, ``width`` columns from ``skip`` on."""
+    most, blocks = COUNTS[-1], -(-(skip + width) // size)
+    queries, channels = random_row(2, most, dim), random_row(2, blocks, 2, dim, size)
+    keys = channels[:, :, 1].transpose(1, 2).flatten(2)[:, :, skip : skip + width]
+    whole = torch.bmm(queries, keys)
+    for n in COUNTS[:-1]:
+        if not same_bits(torch.bmm(queries[:, :n], keys), whole[:, :n]):
+            raise moved(
+                f"attention of heads of {dim} over {width} keys in blocks of {size}", f"{n} and {most} rows differ"
+            )
+    listed = torch.arange(channels.numel() // size).view(2, blocks, 2, dim)[:, :, 1].reshape(-1)
+    scales, begins = queries[:, :1].expand(2, blocks, dim).reshape(-1), torch.arange(0, len(listed), dim)
+    sums = torch._embedding_bag_forward_only(channels.view(-1, size), listed, begins, False, 0, False, scales)[0]
+    return same_bits(sums.view(2, -1)[:, skip : skip + width], whole[:, 0])
+
+
 def check_paged(op: Any, request: PagedAttentionRequest, num_threads: int) -> None:
     """Raise PlanError when a row's bits depend on the rows it shares a step with."""
     shape = (_blocks(request.block_size), request.block_size, request.kv_heads, request.head_dim)
-    cache = {name: random_row(*shape) for name in ("key", "value")}
+    cache = op.arranged({name: random_row(*shape) for name in ("key", "value")})
     query = random_row(ROWS, request.q_heads, request.head_dim)
 
     def run(start: int, end: int) -> torch.Tensor:

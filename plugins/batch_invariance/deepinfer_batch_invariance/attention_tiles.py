@@ -133,7 +133,12 @@ def spans_of(request: PagedAttentionRequest, layout: StepLayout, runs: Runs) -> 
         at_once = max(1, PIECE // (int(runs.width[same[0]]) * request.kv_heads * request.head_dim))
         for start in range(0, len(same), at_once):
             yield _stacked(request, layout, runs, same[start : start + at_once])
-    for owner in np.unique(runs.owner[lens > FEW_ROWS]).tolist():
+    yield from prompts_of(request, layout, runs)
+
+
+def prompts_of(request: PagedAttentionRequest, layout: StepLayout, runs: Runs) -> Iterator[Span]:
+    """The rows of requests that are not stacked."""
+    for owner in np.unique(runs.owner[layout.host_query_lens[runs.owner] > FEW_ROWS]).tolist():
         (mine,) = (runs.owner == owner).nonzero()
         yield _prompt(request, layout, runs, mine)
 

@@ -93,6 +93,16 @@ def _host_paged(request: PagedAttentionRequest) -> Supports:
     return _host("dtype", "cache_dtype")(request)
 
 
+def _host_transposed(request: PagedAttentionRequest) -> Supports:
+    size = request.block_size
+    if size % 16:
+        return no(f"goes through blocks of a multiple of 16 tokens; block_size is {size}")
+    if request.head_dim > 128:
+        return no(f"head_dim {request.head_dim}: products of more than 128 channels are not one sum in order")
+    verdict = _host_paged(request)
+    return yes(HOST_SCORE + 1) if verdict else verdict
+
+
 def _any(_: Any) -> Supports:
     return yes(ANY_SCORE)
 
@@ -153,10 +163,13 @@ def deepinfer_attention(device: DeviceInfo) -> Sequence[Provider]:
 
     def attention(name: str, op: str, target: str, supports: Verdict, proof: str) -> Provider:
         caps = KV_CAPS | {"block_attention"} if name == "paged_rows_alone" else KV_CAPS
+        if name == "paged_transposed":
+            caps = CAPS | {"kv_layout:transposed_keys"}
         return _provider(name, f"attention.{op}", target, supports, proof=proof, caps=caps)
 
     return [
         attention("paged", "paged", "attention:PagedAttention", _host_paged, host),
+        attention("paged_transposed", "paged", "transposed_attention:TransposedPagedAttention", _host_transposed, host),
         attention("sparse", "sparse", "sparse_attention:SparseAttention", cached, host),
         attention("index_topk", "index_topk", "index_topk:IndexTopK", cached, host),
         attention("compress", "compress", "compress:Compress", cached, host),

@@ -16,9 +16,12 @@ from .matrix import Matrix, Probe, Result, scenarios
 PROMPT = (
     "Today more than half of all people live in towns, and some thirty cities have ten million inhabitants or more, "
     "most of them in Asia. Counting them is harder than it looks, since suburbs run into each other and every country "
-    "draws its borders in another way. By the number of people who live there, the five largest cities of the world are"
+    "draws its borders in another way. Some include villages and fields many kilometres from the last street, others "
+    "end at a wall that was pulled down two hundred years ago. A list therefore says more about offices than about "
+    "people, and two of them seldom agree. By the number of people who live there, the five largest cities of the "
+    "world are"
 )
-"""Longer than a block of the cache of the models in reach: a shorter one is never found there."""
+"""Longer than a block of the cache of the models in reach, or it is never found there. Its output begins another."""
 
 
 @click.command()
