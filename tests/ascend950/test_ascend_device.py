@@ -28,6 +28,9 @@ class Runtime:
                 self.pending: list[Any] = []
                 Stream.count += 1
 
+            def wait_stream(self, other: str) -> None:
+                runtime.log.append(f"{self.name} waits for {other}")
+
             def synchronize(self) -> None:
                 runtime.log.append(f"synchronize {self.name}")
                 for event in self.pending:
@@ -55,6 +58,9 @@ class Runtime:
         before, self.current = self.current, stream.name
         yield
         self.current = before
+
+    def current_stream(self) -> str:
+        return self.current or "default"
 
     def mem_get_info(self) -> tuple[int, int]:
         return 7, 11
@@ -114,7 +120,13 @@ def test_a_download_waits_for_its_own_stream_only(device: AscendDevice, runtime:
     step.submit(lambda: 0)
     runtime.log.clear()
     assert device.download(torch.tensor([1, 2])).tolist() == [1, 2]
-    assert runtime.log == ["synchronize stream0"]
+    assert runtime.log == ["stream0 waits for default", "synchronize stream0"]
+
+
+def test_a_closure_that_downloads_waits_for_its_own_work(device: AscendDevice, runtime: Runtime) -> None:
+    event = device.stream(overlap=True).submit(lambda: device.download(torch.tensor([3])).tolist())
+    assert event.wait() == [3]
+    assert runtime.log[:2] == ["stream0 waits for stream1", "synchronize stream0"]
 
 
 def test_the_first_visible_device_is_used(device: AscendDevice) -> None:
