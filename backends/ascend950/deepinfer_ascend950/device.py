@@ -68,8 +68,8 @@ class AscendDevice:
     def download(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         """Copied on a stream of its own, so that it waits for no step submitted since.
 
-        Called by a closure, it waits for what that has launched: the current stream is the closure's then, and otherwise
-        the default one, where nothing runs.
+        Called by a closure, it waits for what that has launched: the current stream is the closure's then. Otherwise it
+        is the default one, where nothing runs.
         """
         self._copies.wait_stream(self._runtime.current_stream())
         with self._runtime.stream(self._copies):
