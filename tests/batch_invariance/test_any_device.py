@@ -101,7 +101,7 @@ def test_pointwise(case: Any, width: int, rows: int, seed: int) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", attention.CASES)
+@pytest.mark.parametrize("name", [name for name in attention.CASES if not name.startswith("transposed")])
 @settings(deadline=None, max_examples=3)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_attention(name: str, lengths: list[int], seed: int) -> None:
