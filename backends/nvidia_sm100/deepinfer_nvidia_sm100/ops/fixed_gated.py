@@ -7,56 +7,25 @@ Floor: as :mod:`.gated_linear`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-import torch
+from deepinfer_core.api import BuildContext, GatedLinearRequest
 
-from deepinfer_core.api import BuildContext, GatedLinearRequest, WeightPart
-
-from .few_rows import launch
 from .fixed_linear import FixedOrderLinear, thumb
-from .linear import PackedWeight, few_tiles
-from .swiglu import Swiglu
+from .gated_linear import Gated
+from .linear import few_tiles
 
 
-class FixedOrderGatedLinear:
-    """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U."""
+class FixedOrderGatedLinear(Gated):
+    """With the tiles that cut K as the product of many rows does."""
 
     def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
-        self._linear = FixedOrderLinear(request.linear, context)
-        tiles = few_tiles(request.linear, context, "fixed_gated_linear", partial(thumb, self._linear.splits))
+        linear = FixedOrderLinear(request.linear, context)
+        tiles = few_tiles(request.linear, context, "fixed_gated_linear", partial(thumb, linear.splits))
         # Tensor descriptors bring both halves of a tile for sums that are not cut only.
-        self._tiles = {
+        agreeing = {
             rows: tile
             for rows, tile in tiles.items()
-            if tile is not None and self._linear.agrees(tile) and not (tile.described and tile.splits > 1)
+            if tile is not None and linear.agrees(tile) and not (tile.described and tile.splits > 1)
         }
-        self._swiglu = Swiglu(request.swiglu, context)
-        self._width = request.width
-        self._limit = request.limit
-
-    def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
-        """On the device, in the compute dtype."""
-        return self._linear.prepare(weights, bias)
-
-    def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-        """``[M, in_features]`` -> ``[M, width]``, fresh memory."""
-        tile = self._tiles.get(x.shape[0])
-        if tile is None:
-            return self._swiglu.run(self._linear.run(x, weight))
-        out = torch.empty((x.shape[0], self._width), dtype=x.dtype, device=x.device)
-        if out.numel():
-            x = x if x.stride(-1) == 1 else x.contiguous()
-            launch(
-                x,
-                weight.weight,
-                weight.bias,
-                out,
-                tile,
-                self._linear.arrived,
-                gated=True,
-                limit=self._limit,
-                rounded=True,
-            )
-        return out
+        super().__init__(request, context, linear, agreeing, rounded=True)

@@ -7,23 +7,47 @@ cuBLAS is faster at the product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from deepinfer_core.api import BuildContext, GatedLinearRequest, WeightPart
 
-from .few_rows import launch
+from .few_rows import Tile, launch
 from .linear import Linear, PackedWeight, few_tiles
 from .swiglu import Swiglu
 
 
-class GatedLinear:
-    """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U."""
+class Product(Protocol):
+    """A linear layer with the counters that kernels in its place use."""
 
-    def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
-        self._linear = Linear(request.linear, context)
-        self._tiles = few_tiles(request.linear, context, "gated_linear")
+    @property
+    def arrived(self) -> torch.Tensor: ...
+
+    def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight: ...
+
+    def run(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor: ...
+
+
+class Gated:
+    """``silu(x @ G.T) * (x @ U.T)`` of a weight that holds G, then U.
+
+    ``linear``: the product of many rows. ``tiles``: for numbers of rows at which one kernel does both; with ``rounded``
+    it rounds the product first, as the two kernels of many rows write and read it.
+    """
+
+    def __init__(
+        self,
+        request: GatedLinearRequest,
+        context: BuildContext,
+        linear: Product,
+        tiles: Mapping[int, Tile | None],
+        rounded: bool = False,
+    ) -> None:
+        self._linear = linear
+        self._tiles = tiles
+        self._rounded = rounded
         self._swiglu = Swiglu(request.swiglu, context)
         self._width = request.width
         self._limit = request.limit
@@ -49,5 +73,14 @@ class GatedLinear:
                 self._linear.arrived,
                 gated=True,
                 limit=self._limit,
+                rounded=self._rounded,
             )
         return out
+
+
+class GatedLinear(Gated):
+    """With the tiles measured, or thought, to be the fastest."""
+
+    def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
+        tiles = few_tiles(request.linear, context, "gated_linear")
+        super().__init__(request, context, Linear(request.linear, context), tiles)
