@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from toys.checkpoints import ACCELERATOR
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.config import load_config
@@ -44,8 +45,8 @@ def open_llm(model: str, method: str = "", settings: dict[str, Any] | None = Non
     if method:
         groups["speculation"] = {"method": method, **groups.get("speculation", {})}
         groups["plugins"] = {"spec_decode": {"cost_cache": "off", **(settings or {})}}
-    config = {"model": {"max_model_len": 512}}
-    return LLM(model, accelerator="cpu", config=config, logging={"progress": False, "level": "error"}, **groups)
+    config = {"model": {"max_model_len": 512}, "kv_cache": {"num_blocks": 513}}
+    return LLM(model, accelerator=ACCELERATOR, config=config, logging={"progress": False, "level": "error"}, **groups)
 
 
 @pytest.fixture(scope="module")

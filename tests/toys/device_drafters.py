@@ -80,7 +80,7 @@ class Told:
             raise RuntimeError("absorb fails")
 
     def propose(self, step: DraftStep) -> Proposal:
-        drafts = torch.tensor([self._row(step, i) for i in range(len(step.host_anchors))])
+        drafts = torch.tensor([self._row(step, i) for i in range(len(step.host_anchors))], device=step.slots.device)
         confidence = self._confidence(drafts)
         if self.settings.certain:
             return Proposal(tokens=drafts, confidence=confidence)
@@ -108,9 +108,9 @@ class Told:
             case "none":
                 return None
             case "random":
-                return torch.tensor([[self.random.random() for _ in row] for row in drafts])
+                return torch.tensor([[self.random.random() for _ in row] for row in drafts], device=drafts.device)
         value = {"zero": 0.0, "one": 1.0, "nan": float("nan")}[self.settings.confidence]
-        return torch.full(drafts.shape, value)
+        return torch.full(drafts.shape, value, device=drafts.device)
 
 
 class OddSchedule:

@@ -91,7 +91,7 @@ class Const(Toy):
     """Fixed logits: ``logits`` (token id -> value), all others -5."""
 
     def scores(self, state: torch.Tensor) -> torch.Tensor:
-        row = torch.full((self.spec.vocab_size,), -5.0)
+        row = torch.full((self.spec.vocab_size,), -5.0, device=state.device)
         for token, value in self.config["logits"].items():
             row[int(token)] = value
         return row.expand(len(state), -1).clone()
@@ -101,7 +101,7 @@ class Flat(Toy):
     """Uniform logits."""
 
     def scores(self, state: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(state), self.spec.vocab_size)
+        return torch.zeros(len(state), self.spec.vocab_size, device=state.device)
 
 
 class Script(Toy):
@@ -111,7 +111,7 @@ class Script(Toy):
         return batch.positions
 
     def scores(self, state: torch.Tensor) -> torch.Tensor:
-        script = torch.tensor(self.config["script"])
+        script = torch.tensor(self.config["script"], device=state.device)
         return torch.nn.functional.one_hot(script[state % len(script)], self.spec.vocab_size) * 10.0
 
 
@@ -131,15 +131,15 @@ class PrefixHash(Toy):
 
     def reachable(self, cache: torch.Tensor, layout: StepLayout, window: int | None) -> torch.Tensor:
         """``[T]``: sum of ``mix(token, place)`` over the places a row sees, read from the cache."""
-        places = torch.arange(layout.max_seq_len)
+        places = torch.arange(layout.max_seq_len, device=cache.device)
         blocks = layout.block_table.to(torch.int64)[:, places // layout.block_size]
         values = mix(cache[blocks, places % layout.block_size], places)
         sums = torch.nn.functional.pad(values.cumsum(dim=1), (1, 0))
         counts = torch.from_numpy(layout.host_query_lens.astype("int64"))
-        row_requests = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        row_requests = torch.repeat_interleave(torch.arange(len(counts)), counts).to(cache.device)
         ends = layout.positions + 1
         starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
         return sums[row_requests, ends] - sums[row_requests, starts]
 
     def scores(self, state: torch.Tensor) -> torch.Tensor:
-        return self.table[state]
+        return self.table.to(state.device)[state]
