@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from deepinfer_core.api import (
+    ConfigError,
+    DeviceError,
     KVLayout,
     LayerCache,
     Model,
@@ -21,7 +23,7 @@ from .cache_memory import CacheMemory, allocate_caches
 from .commit import Committer
 from .constraint_open import open_constraints
 from .core import EngineCore
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import ON, DecodeGraphs
 from .intake import Intake, Limits
 from .kv_cache import KVCache
 from .layout_choice import group_slot
@@ -71,7 +73,33 @@ def build_engine(
 
     Raises:
         CheckpointError: the checkpoint does not fit the model. ConfigError: the caches do not fit the memory.
+        DeviceError: something else does not.
     """
+    try:
+        return _build(planned, checkpoint, tokenizer, progress, clock, wrap_op)
+    except Exception as error:
+        if not planned.device.is_out_of_memory(error):
+            raise
+        raise DeviceError(_no_room(planned, checkpoint)) from error
+
+
+def _no_room(planned: PlannedEngine, checkpoint: Checkpoint) -> str:
+    stored = [checkpoint.weights.describe(name).num_bytes for name in checkpoint.weights.names()]
+    return (
+        f"{planned.device.info.backend}: out of memory while the engine starts, for a checkpoint of "
+        f"{sum(stored) / 2**20:.0f} MiB: end what else uses this device, lower kv_cache.memory_fraction, or use a "
+        "smaller model"
+    )
+
+
+def _build(
+    planned: PlannedEngine,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    progress: Callable[[str], None],
+    clock: Callable[[], float],
+    wrap_op: WrapOp | None,
+) -> Engine:
     spec, config, device = planned.spec, planned.config, planned.device
     check_tensors(checkpoint.weights, spec.tensors)
     if tokenizer is not None:
@@ -259,19 +287,30 @@ def _open_speculator(
 def _graphs(
     planned: PlannedEngine, model: Model, ops: OpTable, cache: KVCache, layer_caches: Mapping[str, Sequence[LayerCache]]
 ) -> DecodeGraphs | None:
-    """Recorded decode steps, of up to as many rows as may run."""
+    """Recorded decode steps, of up to as many rows as may run.
+
+    Raises:
+        ConfigError: ``scheduling.decode_graphs`` is true and the memory has no room for all of them.
+    """
     if not planned.records_graphs:
         return None
+    max_rows = min(planned.config.scheduling.max_running, planned.config.scheduling.max_batch_tokens)
     graphs = DecodeGraphs(
         device=planned.device,
         model=model,
         ops=ops,
         cache=cache,
         layer_caches=layer_caches,
-        max_rows=min(planned.config.scheduling.max_running, planned.config.scheduling.max_batch_tokens),
+        max_rows=max_rows,
         max_model_len=planned.spec.max_model_len,
     )
-    graphs.capture()
+    recorded = graphs.capture()
+    if recorded < max_rows:
+        lacking = f"up to {recorded} rows: the memory had no room for more" if recorded else "the memory had no room"
+        if planned.config.scheduling.decode_graphs is True:
+            raise ConfigError(f"scheduling.decode_graphs=true: {lacking}; lower kv_cache.memory_fraction")
+        fact = f"{ON} {lacking}" if recorded else f"operator by operator: {lacking} to record steps"
+        planned.plan = attrs.evolve(planned.plan, facts={**planned.plan.facts, "decode_graphs": fact})
     return graphs
 
 

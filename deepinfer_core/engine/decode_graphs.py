@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import structlog
 import torch
 
 from deepinfer_core.api import (
@@ -31,6 +32,8 @@ from deepinfer_core.config import EngineConfig
 
 from .kv_cache import KVCache
 from .step_inputs import StepInputs
+
+log = structlog.get_logger("deepinfer.engine")
 
 ON = "recorded"
 CAP = "graph_capture"
@@ -122,18 +125,32 @@ class DecodeGraphs:
             },
         )
 
-    def capture(self) -> None:
-        """Record every graph, the largest first, so that the smaller ones find its memory."""
+    def capture(self) -> int:
+        """Record every graph, the largest first, so that the smaller ones find its memory.
+
+        Those that the memory has no room for are left out: steps of so many rows run operator by operator.
+
+        Returns:
+            The most rows of a recorded step; 0 if none could be recorded.
+        """
         assert isinstance(self._device, CapturesGraphs)
         with torch.inference_mode():
             for rows in reversed(self._grid):
-                self._graphs[rows] = self._device.capture(partial(self._forward, rows))
+                try:
+                    self._graphs[rows] = self._device.capture(partial(self._forward, rows))
+                except Exception as error:
+                    if not self._device.is_out_of_memory(error):
+                        raise
+                    log.warning("no memory to record a decode step", rows=rows)
+        self._grid = tuple(sorted(self._graphs))
+        return self._grid[-1] if self._grid else 0
 
     def takes(self, inputs: StepInputs) -> bool:
         """True for steps whose rows all decode and all yield a token."""
         rows = len(inputs.positions)
         return (
-            rows <= self._grid[-1]
+            bool(self._grid)
+            and rows <= self._grid[-1]
             and len(inputs.counts) == rows
             and len(inputs.sample_rows) == rows
             and inputs.drafts is None

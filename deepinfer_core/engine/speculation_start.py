@@ -111,7 +111,11 @@ class StepProbe:
         self._tokens = np.random.default_rng(0)  # other ones each time, since other tokens use other experts
 
     def seconds(self, rows: int) -> float:
-        """Seconds of one step with so many decode rows, after the inputs are there: forward pass and logits."""
+        """Seconds of one step with so many decode rows, after the inputs are there: forward pass and logits.
+
+        Raises:
+            MemoryError: the device has no room for such a step.
+        """
         runner = self._runner
         counts = np.ones(rows, np.int64)
         caches = runner.target_caches
@@ -135,7 +139,12 @@ class StepProbe:
                 runner.device.download(logits.argmax(dim=-1))
                 return time.perf_counter() - started
 
-        return runner.stream.submit(work).wait()
+        try:
+            return runner.stream.submit(work).wait()
+        except Exception as error:
+            if not runner.device.is_out_of_memory(error):
+                raise
+            raise MemoryError(f"a step of {rows} rows") from error
 
 
 def cost_key(planned: PlannedEngine, checkpoint: Checkpoint) -> dict[str, str]:

@@ -83,6 +83,8 @@ class ConfidenceSchedule:
         source = f"cached in {path}"
         if table is None:
             table = measure_table(measure, rows, SECONDS_TO_MEASURE)
+            if not table:
+                return "none: the memory has no room for a step of one row; every row is taken to cost the same"
             source = f"measured now, {len(table)} step sizes up to {table[-1][0]} rows"
             if path is not None:
                 save(path, key, table)
