@@ -104,7 +104,9 @@ class Proposal:
 
     Attributes:
         tokens: ``[R, n]`` int64, n up to the step's depth. A request's draft ends at the first id that is no token.
-        confidence: ``[R, n]`` float32 probabilities that draft j is accepted if all before it are, or None.
+        confidence: ``[R, n]`` float32 probabilities that draft j is accepted if all before it are, or None. Of rows
+            under the rejection rule it may depend on drafts before j but not on draft j, since it decides what is
+            verified.
         scores: ``[R, n, V]`` float32 whose softmax the tokens were drawn from, or None: each was certain (one-hot).
             Only rows under the rejection rule are read.
     """
@@ -267,8 +269,8 @@ class DraftSchedule(Protocol):
 
         Args:
             rows: rows the step has without drafts.
-            delayed: the choice may use all of the survival: it is that of the drafts before those that will be
-                verified, or all requests are under the exact rule, which gives the same tokens whatever is verified.
+            delayed: the choice may use all of the survival: of requests under the rejection rule it is that of the
+                drafts before those that will be verified; the exact rule gives the same tokens whatever is verified.
                 Otherwise it is that of these very drafts, and the choice must stop at the first that does not pay, or
                 it would depend on what it decides about.
         """

@@ -277,7 +277,6 @@ def _open_speculator(
         module=None if module is None else module.module,
         target=str(checkpoint.path),
         key=cost_key(planned, checkpoint),
-        delayed=planned.runs_ahead,
     )
     if source:
         planned.plan = attrs.evolve(planned.plan, facts={**planned.plan.facts, "cost table": source})

@@ -17,6 +17,8 @@ from deepinfer_core.api import Device, SamplingState, StageInfo
 from .request import Sequence
 
 _OFF = -1
+HISTORY_STEP = 64
+"""The history's width is a multiple of it, so that its rows begin alike: compilers make a kernel of its own else."""
 
 
 @attrs.frozen
@@ -109,7 +111,7 @@ class DeviceState:
     def _put_ragged(
         self, target: torch.Tensor, slots: torch.Tensor, lists: SequenceOf[SequenceOf[Any]], fill: float = _OFF
     ) -> torch.Tensor:
-        target = _widened(target, max(map(len, lists)), fill)
+        target = _widened(target, _roomy(max(map(len, lists))), fill)
         width = target.shape[1]
         rows = np.array([[*items, *[fill] * (width - len(items))] for items in lists])
         target[slots] = self._upload(rows).to(target.dtype)
@@ -121,9 +123,9 @@ class DeviceState:
         length = max(1, *(len(w) for row in words for w in row), state.bad_words.shape[2])
         if count > state.bad_words.shape[1] or length > state.bad_words.shape[2]:
             old = state.bad_words
-            shape = (old.shape[0], max(count, old.shape[1]), length)
+            shape = (old.shape[0], max(_roomy(count), old.shape[1]), _roomy(length))
             grown = torch.full(shape, _OFF, dtype=old.dtype, device=old.device)
-            grown[:, : old.shape[1], length - old.shape[2] :] = old
+            grown[:, : old.shape[1], shape[2] - old.shape[2] :] = old
             state.bad_words = grown
         table = np.full((len(words), *state.bad_words.shape[1:]), _OFF, np.int64)
         for i, row in enumerate(words):
@@ -148,9 +150,17 @@ class DeviceState:
     def _put_history(self, rows: SequenceOf[SlotRow]) -> None:
         state = self.sampling
         need = max(r.sequence.request.max_len for r in rows) + self._spare
-        state.history = _widened(state.history, need, 0, double=True)
+        state.history = _widened(state.history, -(-need // HISTORY_STEP) * HISTORY_STEP, 0, double=True)
         for row in rows:
             state.history[row.slot, : len(row.tokens)] = self._upload(row.tokens)
+
+
+def _roomy(count: int) -> int:
+    """The next power of four: operators may be compiled for a width, so there shall be few of them."""
+    width = 1
+    while width < count:
+        width *= 4
+    return width
 
 
 def _widened(table: torch.Tensor, width: int, fill: float, *, double: bool = False) -> torch.Tensor:

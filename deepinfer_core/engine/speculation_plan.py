@@ -61,7 +61,6 @@ class DraftPlanner:
     Args:
         depth: most drafts of one request. reserve: cache rows that the drafter writes past the newest token; 0: none.
         schedule: of ``speculation.schedule = "confidence"``, or None: verify every draft.
-        delayed: steps are planned before the drafts they verify are known.
         judges_by_rejection: drafts of requests without a seed may be judged by rejection sampling.
     """
 
@@ -74,7 +73,6 @@ class DraftPlanner:
         max_model_len: int,
         reserve: int,
         schedule: DraftSchedule | None,
-        delayed: bool,
         judges_by_rejection: bool,
     ) -> None:
         self.cache = cache
@@ -83,7 +81,6 @@ class DraftPlanner:
         self.max_model_len = max_model_len
         self.reserve = reserve
         self.schedule = schedule
-        self.delayed = delayed
         self.judges_by_rejection = judges_by_rejection
         self.steps = 0
         self.verified_budget = 0
@@ -108,8 +105,8 @@ class DraftPlanner:
         total = min(budget, int(caps.sum()))
         if self.schedule is not None:
             known = self._survival[decodes] * (np.arange(self.depth) < caps[:, None])
-            free = self.delayed or not (self.judges_by_rejection and table.unseeded[decodes][caps > 0].any())
-            total = min(total, max(0, self.schedule.budget(known, caps, len(decodes), delayed=free)))
+            delayed = not self._judges_own(decodes, caps)
+            total = min(total, max(0, self.schedule.budget(known, caps, len(decodes), delayed=delayed)))
         if total == 0:
             return np.zeros_like(caps), 0
         for i, slot in enumerate(decodes.tolist()):
@@ -120,6 +117,18 @@ class DraftPlanner:
         self.steps += 1
         self.verified_budget += total
         return caps, total
+
+    def _judges_own(self, decodes: Array, caps: Array) -> bool:
+        """Whether the survival of some row under the rejection rule is that of the very drafts it may verify now.
+
+        While the step that makes those is in flight, it is that of the drafts before them. Where every step was
+        committed, as in the synchronous loop or after a drain, it is their own.
+        """
+        if not self.judges_by_rejection:
+            return False
+        table = self.slots
+        own = table.unseeded[decodes] & (caps > 0) & (table.in_flight[decodes] == 0)
+        return bool(own.any())
 
     def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
         """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""

@@ -34,7 +34,6 @@ def open_speculation(
     module: Model | None,
     target: str,
     key: Mapping[str, str],
-    delayed: bool,
 ) -> tuple[Speculator, str]:
     """The speculator of an engine, and where its cost table came from ("" without one)."""
     depth = config.speculation.max_draft_tokens
@@ -58,7 +57,6 @@ def open_speculation(
         max_model_len=planner.cache.max_model_len,
         reserve=0 if module is None else reserve(planned.module, depth),
         schedule=schedule,
-        delayed=delayed,
         judges_by_rejection=planner.judges_by_rejection,
     )
     own = None if planned.module is None else planned.module.spec.draft

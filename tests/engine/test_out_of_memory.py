@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``room(record=r, replay=p)``: what a device that records graphs has memory for, in rows."""
     plain, again = recording_device.RecordingDevice.capture, recording_device.Again.replay
     limit = {"record": 10**6, "replay": 10**6}
@@ -53,7 +53,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.setattr(recording_device.RecordingDevice, "capture", capture)
     monkeypatch.setattr(recording_device.Again, "replay", replay)
     recording_device.REPLAYS.clear()
-    yield limit.update
+    return limit.update
 
 
 PROMPTS = [[1 + (7 * n + i) % 60 for i in range(1 + 3 * n % 7)] for n in range(11)]

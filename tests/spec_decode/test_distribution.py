@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepinfer_spec_decode.cost_table import StepCosts
 from scipy.stats import chisquare
 from speculating import drafting
 from toys.checkpoints import open_toy, write_toy
@@ -217,3 +218,51 @@ def test_a_seed_keeps_its_output_under_rejection(tmp_path: Path) -> None:
     more = {"plugins__device_drafters__certain": False, "plugins__device_drafters__vocab": 5}
     fast = _texts(open_toy(directory, **drafting("told", speculation__verify="rejection", **more)), params)
     assert (plain[1::2] == fast[1::2]).all()
+
+
+DRAFTED = {"0": 0.0, "1": 0.0, "2": 0.0, "3": 0.0, "4": 3.0}
+"""Scores of a draft model that is surer of 4 than its target is."""
+
+
+@pytest.mark.parametrize("drained", [False, True], ids=["", "drained"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_a_schedule_that_verifies_the_likely_drafts(tmp_path: Path, ahead: bool, drained: bool) -> None:
+    """What decides whether a draft is verified must not have seen its token, or likely tokens would gain."""
+    directory = write_toy(tmp_path / "toy", "Const", vocab_size=5, logits=LOGITS)
+    drafts = write_toy(tmp_path / "drafts", "Const", vocab_size=5, logits=DRAFTED)
+    settings = drafting(
+        "draft_model",
+        depth=2,
+        speculation__verify="rejection",
+        speculation__schedule="confidence",
+        plugins__spec_decode__draft_model=str(drafts),
+        plugins__spec_decode__cost_cache="off",
+        scheduling__async_scheduling=ahead,
+    )
+    llm = open_toy(directory, **settings)
+    core = llm.engine.core
+    assert core.runner.drafting is not None
+    assert core.planner.drafting is not None
+    core.runner.drafting._generator.manual_seed(11)
+    schedule: Any = core.planner.drafting.schedule
+    schedule.costs = StepCosts([(1, 8.5), (101, 58.5)])  # of 16 requests, drafts with a chance of one half pay
+    schedule.costs.observe = schedule.observe = lambda cost: None
+    schedule.drafts = lambda requests, fresh: requests
+    if drained:
+        step = core.step
+
+        def step_and_drain() -> Any:
+            out = step()
+            rest = core.drain()
+            out.finished += rest.finished
+            out.streamed += rest.streamed
+            return out
+
+        core.step = step_and_drain  # type: ignore[method-assign]
+    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=None) for _ in range(400)]
+    _fix_seeds(llm)
+    texts = _texts(llm, params)
+    speculator = core.speculator
+    assert speculator is not None
+    assert speculator.proposed > 500
+    assert _pair_p(texts) > SMALLEST_P

@@ -107,6 +107,8 @@ def warmup(host: CommandHost, model: str, settings: Sequence[str]) -> None:
 
     if not torch.cuda.is_available():
         raise DeviceError("warmup: torch sees no GPU on this machine, and kernels compile for the GPU they run on")
+    from .warm_tables import run_tables
+
     began, before = time.monotonic(), len(cached_kernels())
     click.echo(f"opening {model}", err=True)
     with host.open_llm(model, {"accelerator": "nvidia_sm100", **given}) as llm:
@@ -115,6 +117,7 @@ def warmup(host: CommandHost, model: str, settings: Sequence[str]) -> None:
         with click.progressbar(wanted, label="running requests of every kind", file=sys.stderr) as bar:
             for batch in bar:
                 run(llm, batch)
+        run_tables(llm)
     after = len(cached_kernels())
     spent = time.monotonic() - began
     click.echo(f"{after - before} kernels compiled, {after} in the cache; {opened:.1f} s to open, {spent:.1f} s in all")

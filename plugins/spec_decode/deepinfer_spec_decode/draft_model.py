@@ -23,6 +23,7 @@ class DraftModel:
 
     def start(self, context: DrafterContext) -> None:
         self._model = context.module
+        self._rule = context.rule
         self._calibration = calibration_for(context, "draft_model", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
@@ -31,7 +32,7 @@ class DraftModel:
 
     def propose(self, step: DraftStep) -> Proposal:
         tokens = step.state.history[step.slots, step.anchors].to(torch.int64)
-        drafts = SpokenDrafts(step)
+        drafts = SpokenDrafts(step, self._rule)
         for j in range(step.depth):
             batch = step.block(tokens[:, None], j)
             tokens = drafts.draw(self._model.logits(self._model.forward(batch, self._model.plan(batch))))

@@ -33,6 +33,7 @@ class MTPDrafter:
 
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
+        self._rule = context.rule
         self._calibration = calibration_for(context, "mtp", self._settings)
 
     def absorb(self, step: DraftStep) -> None:
@@ -42,7 +43,7 @@ class MTPDrafter:
             self._module.inject(streams, rows, self._module.plan_context(rows))
 
     def propose(self, step: DraftStep) -> Proposal:
-        drafts = SpokenDrafts(step)
+        drafts = SpokenDrafts(step, self._rule)
         tokens = step.state.history[step.slots, step.anchors].to(torch.int64)
         streams = step.taps[0][step.last_rows]
         for j in range(step.depth):

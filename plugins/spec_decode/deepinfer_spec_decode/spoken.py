@@ -1,6 +1,13 @@
-"""Drafts spoken one by one by a model: each drawn from its logits, its own probability kept as the confidence."""
+"""Drafts spoken one by one by a model: each drawn from its logits, whose probabilities are the confidence.
+
+The probability of the very token that was drawn says most, but under rejection it must not count: were likely tokens
+verified rather than others, they would be said more often than the target says them. There the largest probability of
+the row stands for it, which is known before the token is.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -10,10 +17,11 @@ from .calibration import Calibration
 
 
 class SpokenDrafts:
-    """Collects the drafts of one step."""
+    """Collects the drafts of one step. ``rule``: of the engine, as in :class:`DrafterContext`."""
 
-    def __init__(self, step: DraftStep) -> None:
+    def __init__(self, step: DraftStep, rule: Literal["exact", "rejection"]) -> None:
         self._step = step
+        self._rule = rule
         self._tokens: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
         self._scores: list[torch.Tensor] = []
@@ -23,7 +31,8 @@ class SpokenDrafts:
         before = torch.log_softmax(logits.to(torch.float32), dim=-1)
         tokens, scores = self._step.choose(logits, len(self._tokens))
         self._tokens.append(tokens)
-        self._chances.append(before.gather(1, tokens.clamp(min=0)[:, None])[:, 0])
+        own = before.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+        self._chances.append(own if self._rule == "exact" else before.amax(dim=-1))
         if scores is not None:
             self._scores.append(scores)
         return tokens

@@ -1,0 +1,82 @@
+"""After ``deepinfer warmup`` no request needs a kernel that is not compiled: told from launches in the interpreter."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepinfer_nvidia_sm100 import warmup
+from deepinfer_nvidia_sm100.warm_tables import run_tables
+from gpu_support import ON_GPU
+from test_nvidia_engine import BACKEND, dense, plugin_paths
+
+from deepinfer_core import LLM, SamplingParams
+from deepinfer_core.cli.command_host import ProgramHost
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="watches the interpreter")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "top-k alone": {"temperature": 1.0, "top_k": 7},
+    "top-p alone": {"temperature": 1.0, "top_p": 0.6},
+    "both": {"temperature": 1.0, "top_k": 7, "top_p": 0.6},
+    "min-p and top-k": {"top_k": 5, "min_p": 0.1, "temperature": 1.3},
+    "min-p and top-p": {"top_p": 0.5, "min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.3, "temperature": 0.0},
+    "frequency": {"frequency_penalty": 0.3},
+    "2 biases": {"logit_bias": {1: 1.0, 2: 2.0}},
+    "23 biases": {"logit_bias": dict.fromkeys(range(23), 1.0)},
+    "one allowed": {"allowed_token_ids": [7]},
+    "many allowed": {"allowed_token_ids": list(range(100))},
+    "min_tokens": {"min_tokens": 2},
+    "stop ids": {"stop_token_ids": [1, 2, 3]},
+    "one logprob": {"logprobs": 1},
+    "20 logprobs": {"logprobs": 20},
+    "processed": {"logprobs": 2, "logprobs_mode": "processed", "top_k": 5},
+    "prompt logprobs": {"prompt_logprobs": 1},
+    "3 completions": {"n": 3},
+    "several": {"repetition_penalty": 1.1, "top_k": 9, "logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4, 5]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"features.batch_invariant": True}], ids=["default", "batch_invariant"])
+def test_no_request_compiles_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    from launches import recorded_launches
+
+    dense("qwen3").float().save_pretrained(tmp_path)
+    monkeypatch.setattr(warmup, "TOGETHER", 2)
+    config = {
+        "plugins.paths": plugin_paths(),
+        "kv_cache.num_blocks": 65,
+        "kv_cache.block_size": 16,
+        "scheduling.max_running": 4,
+        "logging.progress": False,
+        "fallback": "allow",
+        **settings,
+    }
+    rng = random.Random(random.randrange(10**6))
+
+    def opened() -> LLM:
+        return LLM(tmp_path, accelerator=BACKEND, dtype="float32", config=config)
+
+    with recorded_launches() as warm, opened() as llm:
+        limits = llm.engine.intake.limits
+        for batch in warmup.batches(ProgramHost(), limits.max_model_len):
+            warmup.run(llm, batch)
+        run_tables(llm)
+    with recorded_launches() as later, opened() as llm:
+        for fields in KINDS.values():
+            for count in (1, 3):
+                prompts = [[rng.randrange(128) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
+                params = SamplingParams(max_tokens=2, ignore_eos=True, **fields)
+                assert not any(o.error for o in llm.generate(prompts, params, progress=False))
+        for length in (1, 2, 16, 17, 64, 127, 128, 129, 200):
+            llm.generate([[3] * length], SamplingParams(temperature=0, max_tokens=2), progress=False)
+    assert len(later) > 15
+    assert sorted(later - warm) == []
