@@ -13,7 +13,8 @@ equal. The rate falls with the time that is left.
 * ``mtp``: the next-token module, trained as such.
 
 Written, now and then and at the end, are checkpoints with released names that lack what the target's has, and
-``evaluation.json``. ``--resume`` begins with such checkpoints; moments of the optimisers are not kept.
+``evaluation.json``. ``--resume`` begins with such checkpoints, perhaps of fewer stages; moments of the optimisers are
+not kept.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=48, help="position from which on anchors are drawn")
     parser.add_argument("--taps", default="1,3,4,5", help="layers of the target that a block drafter reads")
     parser.add_argument("--gamma", type=int, default=7, help="rows of a block")
+    parser.add_argument(
+        "--objective",
+        choices=("distance", "length"),
+        default="distance",
+        help="of block drafters: the paper's distance at every position, or the tokens of a round",
+    )
     parser.add_argument("--rank", type=int, default=128, help="of the Markov head")
     parser.add_argument("--batch", type=int, default=192, help="sequences of a step")
     parser.add_argument("--anchors", type=int, default=16, help="blocks of each sequence of a step")

@@ -49,7 +49,7 @@ def export(
     for name, module in modules.items():
         write(module, config, taps, o.out / f"demo-v4-{name}")
     results = {name: module.evaluate() for name, module in modules.items()}
-    course.append({"step": step} | {name: [r[t]["tokens_a_round"] for t in r] for name, r in results.items()})
+    course.append({"step": step} | {name: _short(r) for name, r in results.items()})
     earlier = json.loads((o.resume / "evaluation.json").read_text(encoding="utf-8")) if o.resume else {}
     summary = {
         "steps": step,
@@ -57,9 +57,16 @@ def export(
         "texts": o.texts,
         "length": o.length,
         "gamma": o.gamma,
+        "objective": o.objective,
         "blocks_a_step": o.batch * o.anchors,
         "results": results,
         "course": course,
     }
     (o.out / "evaluation.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
+
+
+def _short(found: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    """Tokens a round of a module: sampled, greedy, and sampled as in use where that was asked."""
+    drawn = found["sampled"].get("tokens_a_drawn_round")
+    return [found[t]["tokens_a_round"] for t in ("sampled", "greedy")] + ([] if drawn is None else [drawn])

@@ -1,12 +1,18 @@
-"""What a draft module is trained to: the target's own distribution (arXiv:2607.05147, training).
+"""What a draft module is trained to: the target's own distribution (arXiv:2607.05147, training), or a long round.
 
 ``0.1 CE + 0.9 ||p_d - p_t||_1``, and for the confidence ``BCE(c, 1 - ||p_d - p_t||_1 / 2)``, which is the chance that
 the draft is accepted. Position k of a block weighs ``exp(-(k-1)/gamma)``. Both distributions are taken at the
 temperature that the sequence was drawn at, greedy text at :data:`SHARPEST`: there the gradient still is one. Scores are
 float32: in bfloat16 a score of 15 is off by up to 0.03, which a low temperature multiplies.
+
+The distance judges every position after the true tokens alike, though a draft only counts where all before it were
+accepted. :func:`reach` is the chance of that: with it, drafts of a block bring ``sum_k reach_k overlap_k`` tokens on
+average, exactly, when the text is the target's own at that temperature.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -15,11 +21,14 @@ from deepinfer_demo_v4.recipe.layers import rms
 
 SHARPEST = 0.3
 
+Objective = Literal["distance", "length"]
+
 
 def agreement(
     scores: torch.Tensor, logits: torch.Tensor, truth: torch.Tensor, temperature: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Overlap ``1 - ||p_d - p_t||_1 / 2`` and cross entropy of the true token, both ``[N, K]`` float32.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Overlap ``1 - ||p_d - p_t||_1 / 2``, and the true token's cross entropy and ``log min(1, p_d / p_t)``, ``[N, K]``
+    float32 each.
 
     Args:
         scores, logits: ``[N, K, V]`` of the module and of the target. truth: ``[N, K]`` tokens.
@@ -27,8 +36,35 @@ def agreement(
     """
     scale = 1 / temperature.clamp(min=SHARPEST)[:, None, None]
     logp = torch.log_softmax(scores.float() * scale, -1)
-    distance = (logp.exp() - torch.softmax(logits.float() * scale, -1)).abs().sum(-1)
-    return 1 - distance / 2, -logp.gather(-1, truth[..., None])[..., 0]
+    target = torch.log_softmax(logits.float() * scale, -1)
+    distance = (logp.exp() - target.exp()).abs().sum(-1)
+    said, true = (of.gather(-1, truth[..., None])[..., 0] for of in (logp, target))
+    return 1 - distance / 2, -said, (said - true).clamp(max=0.0)
+
+
+def reach(kept: torch.Tensor) -> torch.Tensor:
+    """Chance that the drafts before each position are all accepted and are the true tokens, over that of these tokens.
+
+    A draft equals x and is accepted with probability ``min(p_d(x), p_t(x))``, which is ``exp(kept)`` times the chance
+    ``p_t(x)`` with which text drawn from the target has x there (Leviathan et al. 2023). ``[N, K]`` -> ``[N, K]``.
+    """
+    return torch.cat((torch.zeros_like(kept[:, :1]), kept[:, :-1]), 1).cumsum(1).exp()
+
+
+def gained(
+    overlap: torch.Tensor,
+    entropy: torch.Tensor,
+    kept: torch.Tensor,
+    temperature: torch.Tensor,
+    weights: torch.Tensor,
+    objective: Objective,
+) -> torch.Tensor:
+    """Loss of each position ``[N, K]``. For ``length`` the tokens of a round, those of text drawn at temperature 1
+    twice as heavy as greedy ones, of which a round has twice as many; the cross entropy keeps late positions learning.
+    """
+    if objective == "distance":
+        return (0.1 * entropy + 1.8 * (1 - overlap)) * weights
+    return 0.1 * entropy * weights + 1.8 * (1 - reach(kept) * overlap) * (1 + temperature)[:, None]
 
 
 def position_weights(gamma: int, device: torch.device) -> torch.Tensor:
@@ -46,16 +82,18 @@ def plain_loss(
     temperature: torch.Tensor,
     weights: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    objective: Objective = "distance",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Without heads: ``y [N, K, D]`` not normed, ``hidden [N, K, D]`` the target's, normed; ``weights [K]``.
 
     Returns:
-        the loss, each position's overlap ``[N, K]``, and whether the best-scored token is the true one.
+        the loss; each position's overlap, whether its best-scored token is the true one, and ``log min(1, p_d / p_t)``
+        of the true one, ``[N, K]`` each.
     """
     scores = functional.linear(rms(y.float(), norm, eps), head)
-    overlap, entropy = agreement(scores, functional.linear(hidden.float(), head), truth, temperature)
-    each = 0.1 * entropy + 1.8 * (1 - overlap)
-    return (each * weights).mean(), overlap, scores.detach().argmax(-1) == truth
+    found = agreement(scores, functional.linear(hidden.float(), head), truth, temperature)
+    each = gained(*found, temperature, weights, objective)
+    return each.mean(), found[0], scores.detach().argmax(-1) == truth, found[2]
 
 
 def markov_loss(
@@ -71,7 +109,8 @@ def markov_loss(
     table: torch.Tensor,
     out: torch.Tensor,
     confidence: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    objective: Objective = "distance",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With Markov and confidence head: every draft knows the true token before it, ``previous [N, K]``.
 
     Returns:
@@ -79,10 +118,11 @@ def markov_loss(
     """
     tie = functional.embedding(previous, table)
     scores = functional.linear(rms(y.float(), norm, eps), head) + functional.linear(tie, out)
-    overlap, entropy = agreement(scores, functional.linear(hidden.float(), head), truth, temperature)
+    found = agreement(scores, functional.linear(hidden.float(), head), truth, temperature)
+    overlap = found[0]
     # What the confidence says may not change what is drafted.
     said = functional.linear(torch.cat((y.float(), tie), -1).detach(), confidence)[..., 0]
     wanted = overlap.detach().clamp(0, 1)
-    each = 0.1 * entropy + 1.8 * (1 - overlap)
-    each = each + functional.binary_cross_entropy_with_logits(said, wanted, reduction="none")
-    return (each * weights).mean(), overlap, scores.detach().argmax(-1) == truth, said
+    each = gained(*found, temperature, weights, objective)
+    each = each + functional.binary_cross_entropy_with_logits(said, wanted, reduction="none") * weights
+    return each.mean(), overlap, scores.detach().argmax(-1) == truth, found[2], said

@@ -56,11 +56,14 @@ def stage_prefix(stage: int) -> str:
 
 
 def initial(kind: Kind, target: Weights, shape: Shape, taps: tuple[int, ...], seed: int) -> Weights:
-    """Stages that begin as the target's last layers, without what only compressed layers have."""
+    """Stages that begin as the target's last layers, without what only compressed layers have; of more stages than there
+    are such layers the first ones begin alike.
+    """
     generator = torch.Generator().manual_seed(seed)
     w: Weights = {}
     for stage in range(kind.stages):
-        layer = layer_weights(target, len(shape.kinds) - kind.stages + stage)
+        # Layers that look experts up by token are of no use to rows of noise.
+        layer = layer_weights(target, max(shape.hashed, len(shape.kinds) - kind.stages + stage))
         kept = {n: t for n, t in layer.items() if ".compressor." not in n and ".indexer." not in n}
         w |= {stage_prefix(stage) + name: tensor.clone() for name, tensor in kept.items()}
     first, last, hidden = stage_prefix(0), stage_prefix(kind.stages - 1), shape.hidden

@@ -16,7 +16,8 @@ from deepinfer_demo_v4.recipe.optimiser import Optimiser
 from deepinfer_demo_v4.recipe.rotary import Angles, angles
 from deepinfer_demo_v4.recipe.shape import Shape
 
-from .losses import markov_loss, plain_loss, position_weights
+from .grown import grown
+from .losses import Objective, markov_loss, plain_loss, position_weights, reach
 from .modules import PROGRAMS, Blocks, Kind, block_rows, initial, mtp_rows, stage_prefix
 from .target_text import Text
 
@@ -46,12 +47,13 @@ class Data:
     gamma: int
     batch: int
     anchors: int
+    objective: Objective = "distance"
 
     @classmethod
     def of(cls, train: Text, held: Text, target: Weights, shape: Shape, o: argparse.Namespace) -> Data:
         table = angles(shape, "window", o.length + o.gamma, train.ids.device)
         ends = target["embed.weight"], target["head.weight"]
-        return cls(train, held, *ends, table, o.first, o.gamma, o.batch, o.anchors)
+        return cls(train, held, *ends, table, o.first, o.gamma, o.batch, o.anchors, o.objective)
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for a step's sequences ``[batch]`` and anchors ``[batch * anchors]``, int64, zero."""
@@ -96,7 +98,7 @@ class Trained:
         return self.judged(drawn, self.run)[0]
 
     def judged(self, drawn: Draw, run: Mapping[str, Callable[..., Any]]) -> tuple[torch.Tensor, ...]:
-        """What the loss function gives: loss, overlap, hits, and the confidence's logits where there are any."""
+        """What the loss function gives: loss, overlap, hits, kept, and the confidence's logits where there are any."""
         if self.kind.family == "mtp":
             return self._next_tokens(drawn, run)
         data, text, at, gamma = self.data, drawn.text, drawn.blocks, self.data.gamma
@@ -120,14 +122,14 @@ class Trained:
         )
         found: tuple[torch.Tensor, ...]
         if not self.kind.rank:
-            found = run["plain"](*common)
+            found = run["plain"](*common, data.objective)
             return found
         heads = (
             w[last + "markov_head.markov_w1.weight"],
             w[last + "markov_head.markov_w2.weight"],
             w[last + "confidence_head.proj.weight"],
         )
-        found = run["markov"](*common, text.ids[rows, places], *heads)
+        found = run["markov"](*common, text.ids[rows, places], *heads, data.objective)
         return found
 
     def _next_tokens(self, drawn: Draw, run: Mapping[str, Callable[..., Any]]) -> tuple[torch.Tensor, ...]:
@@ -151,10 +153,12 @@ class Trained:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Chance of acceptance by position on text from held-out prompts, and tokens a round, at each temperature."""
+        """Chance of acceptance by position on text from held-out prompts, and tokens a round, at each temperature: where
+        each draft knows the true token before it, and where it knows the one that was drafted, as in use.
+        """
         held, device = self.data.held, self.data.held.ids.device
         last = held.ids.shape[1] - 1 - self.data.gamma
-        overlaps, hits, said, temperature = [], [], [], []
+        overlaps, hits, kept, said, temperature = [], [], [], [], []
         for part in range(0, len(held.ids), self.data.batch):
             text = held.rows(slice(part, part + self.data.batch))
             rows = torch.arange(len(text.ids), device=device).repeat_interleave(self.data.anchors)
@@ -162,7 +166,8 @@ class Trained:
             found = self.judged(Draw(text, Blocks(rows, places.repeat(len(text.ids)))), {**PROGRAMS, **LOSSES})
             overlaps.append(found[1])
             hits.append(found[2])
-            said += [f.sigmoid() for f in found[3:]]
+            kept.append(found[3])
+            said += [f.sigmoid() for f in found[4:]]
             which = text.temperature[: len(found[1])] if self.kind.family == "mtp" else text.temperature[rows]
             temperature.append(which)
         overlap, hit, at = torch.cat(overlaps).clamp(0, 1), torch.cat(hits).float(), torch.cat(temperature)
@@ -175,6 +180,9 @@ class Trained:
                 "acceptance": [round(float(c), 4) for c in chance.mean(0)],
                 "tokens_a_round": round(1 + float(chance.cumprod(1).sum(1).mean()), 4),
             }
+            if name == "sampled" and self.kind.family != "mtp":
+                drafted = (overlap * reach(torch.cat(kept)))[mask]
+                result[name]["tokens_a_drawn_round"] = round(1 + float(drafted.sum(1).mean()), 4)
             if said:
                 result[name]["confidence"] = [round(float(c), 4) for c in torch.cat(said)[mask].mean(0)]
         return result
@@ -197,11 +205,13 @@ def start(
     o: argparse.Namespace,
     trained: Path | None = None,
 ) -> Trained:
-    """A module before its first step: from the target's last layers, or a directory that ``export`` wrote."""
+    """A module before its first step: from the target's last layers, or a directory that ``export`` wrote, perhaps of
+    fewer stages.
+    """
     taps = tuple(map(int, o.taps.split(",")))
     first = initial(kind, {n: t.cpu() for n, t in target.items()}, shape, taps, o.seed)
     if trained is not None:
-        stored = checkpoint.load(trained)
+        stored = grown(checkpoint.load(trained), kind, first, shape)
         if {n: t.shape for n, t in stored.items()} != {n: t.shape for n, t in first.items()}:
             raise ValueError(f"{trained}: not a {kind.family} of {kind.stages} stages and rank {kind.rank}")
         first = stored
