@@ -1,9 +1,10 @@
 """What a draft module is trained to: the target's own distribution (arXiv:2607.05147, training), or a long round.
 
 ``0.1 CE + 0.9 ||p_d - p_t||_1``, and for the confidence ``BCE(c, 1 - ||p_d - p_t||_1 / 2)``, which is the chance that
-the draft is accepted. Position k of a block weighs ``exp(-(k-1)/gamma)``. Both distributions are taken at the
-temperature that the sequence was drawn at, greedy text at :data:`SHARPEST`: there the gradient still is one. Scores are
-float32: in bfloat16 a score of 15 is off by up to 0.03, which a low temperature multiplies.
+the draft is accepted; of greedy text, whether it is. Position k of a block weighs ``exp(-(k-1)/gamma)``. Both
+distributions are taken at the temperature that the sequence was drawn at, greedy text at :data:`SHARPEST`: there the
+gradient still is one. Scores are float32: in bfloat16 a score of 15 is off by up to 0.03, which a low temperature
+multiplies.
 
 The distance judges every position after the true tokens alike, though a draft only counts where all before it were
 accepted. :func:`reach` is the chance of that: with it, drafts of a block bring ``sum_k reach_k overlap_k`` tokens on
@@ -122,7 +123,9 @@ def markov_loss(
     overlap = found[0]
     # What the confidence says may not change what is drafted.
     said = functional.linear(torch.cat((y.float(), tie), -1).detach(), confidence)[..., 0]
-    wanted = overlap.detach().clamp(0, 1)
+    hit = scores.detach().argmax(-1) == truth
+    greedy = (temperature == 0)[:, None]
+    wanted = torch.where(greedy, hit.to(overlap.dtype), overlap.detach().clamp(0, 1))
     each = gained(*found, temperature, weights, objective)
     each = each + functional.binary_cross_entropy_with_logits(said, wanted, reduction="none") * weights
-    return each.mean(), overlap, scores.detach().argmax(-1) == truth, found[2], said
+    return each.mean(), overlap, hit, found[2], said
