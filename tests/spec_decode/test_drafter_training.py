@@ -40,6 +40,7 @@ def options(**changes: object) -> argparse.Namespace:
         "rate": 1e-3,
         "texts": 5,
         "resume": None,
+        "objective": "length",
     }
     return argparse.Namespace(**(chosen | changes))
 

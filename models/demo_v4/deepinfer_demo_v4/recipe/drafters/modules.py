@@ -56,8 +56,8 @@ def stage_prefix(stage: int) -> str:
 
 
 def initial(kind: Kind, target: Weights, shape: Shape, taps: tuple[int, ...], seed: int) -> Weights:
-    """Stages that begin as the target's last layers, without what only compressed layers have; of more stages than there
-    are such layers the first ones begin alike.
+    """Stages that begin as the target's last layers, without what only compressed layers have; of more stages than
+    there are such layers the first ones begin alike.
     """
     generator = torch.Generator().manual_seed(seed)
     w: Weights = {}

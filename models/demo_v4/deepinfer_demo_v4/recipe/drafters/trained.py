@@ -153,8 +153,8 @@ class Trained:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Chance of acceptance by position on text from held-out prompts, and tokens a round, at each temperature: where
-        each draft knows the true token before it, and where it knows the one that was drafted, as in use.
+        """Chance of acceptance by position on text from held-out prompts, and tokens a round, at each temperature:
+        where each draft knows the true token before it, and where it knows the one that was drafted, as in use.
         """
         held, device = self.data.held, self.data.held.ids.device
         last = held.ids.shape[1] - 1 - self.data.gamma
