@@ -13,7 +13,8 @@ and again, and n-grams; ``mtp-1`` is the MTP block applied once.
   two engines without speculation, one opened first and one last. A round at 1 request takes several prompts one after
   the other. ``budget`` is drafts verified for a request in a step.
 * calibration: expected calibration error of the survival over other prompts than the shipped scaling was fitted to,
-  before and after it, with its standard error; and with temperatures alone, fitted to half and shown on the others.
+  before and after it, with its standard error over prompts; what it would be if the survival were true (so few drafts
+  never come out even); and with temperatures alone, those of each half of the prompts fitted to the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from common import finish, machine, print_table
 from deepinfer_spec_decode.calibration import FILE_NAME, read_scaling
 from deepinfer_spec_decode.needs import drafter_path
 from deepinfer_spec_decode.reliability import points
-from deepinfer_spec_decode.sts import PLAIN, Records, Scaling, fit
+from deepinfer_spec_decode.sts import PLAIN, Records
 from speculation_plots import draw
 from speculation_prompts import KINDS, prompts
 
@@ -298,27 +299,23 @@ def calibration(options: argparse.Namespace) -> dict[str, Any]:
             verdicts = heard(llm)
             llm.generate(texts, params(temperature, options.tokens, len(texts), rule == "exact"))
         mine = [v for v in verdicts if v.confidence is not None and v.rule == rule]
-        records = Records.of([list(v.confidence or ()) for v in mine], [v.accepted for v in mine])
-        shipped = read_scaling(path, "dspark", mode) or PLAIN
-        half = np.arange(len(mine)) % 2 == 0
-        temperatures = fit(records.part(half))
+        columns = [v.confidence or () for v in mine], [v.accepted for v in mine], [v.request_id for v in mine]
+        records = Records.of(*columns)
+        before, after = (records.survival(s) for s in (PLAIN, read_scaling(path, "dspark", mode) or PLAIN))
         found[mode] = {
             "drafts": len(mine),
             "tokens_a_round": round(1 + float(records.accepted.mean()), 3),
-            "before": round(records.error(PLAIN), 4),
-            "after": round(records.error(shipped), 4),
-            "standard_error": round(records.standard_error(shipped), 4),
-            "temperatures_alone": round(records.part(~half).error(temperatures), 4),
-            "points": {name: points(records, scaling) for name, scaling in _shown(shipped)},
+            "before": round(records.error(before), 4),
+            "after": round(records.error(after), 4),
+            "standard_error": round(records.standard_error(after), 4),
+            "least": round(records.least_error(after), 4),
+            "temperatures_alone": round(records.error(records.crossed(bias=False)), 4),
+            "points": {name: points(records, said) for name, said in (("before", before), ("after", after))},
         }
-    columns = ("drafts", "tokens_a_round", "before", "after", "standard_error", "temperatures_alone")
+    columns = ("drafts", "tokens_a_round", "before", "after", "standard_error", "least", "temperatures_alone")
     print("calibration of DSpark's survival")
     print_table(("mode", *columns), [[mode, *(r[c] for c in columns)] for mode, r in found.items()])
     return found
-
-
-def _shown(shipped: Scaling) -> tuple[tuple[str, Scaling], ...]:
-    return ("before", PLAIN), ("after", shipped)
 
 
 def main() -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from deepinfer_core.api import CommandHost, ConfigError
 
 from .calibration import FILE_NAME, GREEDY
 from .needs import drafter_path
-from .sts import PLAIN, Records, Scaling, fit
+from .sts import PLAIN, Array, Records, fit
 
 RULES = ("exact", "rejection", GREEDY)
 
@@ -59,14 +58,14 @@ def calibrate(
 ) -> None:
     """Fit how confidences are scaled, by position: under exact verification, under rejection, and of greedy requests.
 
-    Half of the drafts fit, the others show the error before and after. The file is read when an engine starts, unless
-    speculation.confidence_temperature is set.
+    All drafts fit. The error shown is that of each half of the prompts scaled as fits the other half. The file is read
+    when an engine starts, unless speculation.confidence_temperature is set.
     """
     prompts = read_prompts(Path(file))
     if len(prompts) < 2:
         raise ConfigError(f"--prompts {file}: expected at least 2 prompts, one a line")
     results: dict[str, Any] = {}
-    shown: dict[str, tuple[Records, Scaling]] = {}
+    shown: dict[str, tuple[Records, Array]] = {}
     path = Path(out) if out else Path(drafter_path(drafter) or model) / FILE_NAME
     if not path.parent.is_dir():
         raise ConfigError(f"--out: {model!r} is no directory to put {FILE_NAME} in: say where")
@@ -97,23 +96,23 @@ def calibrate(
             records = read_records(record, verify)
         if len(records.accepted) == 0:
             raise ConfigError(f"drafter {method!r} gave no confidence to calibrate under verify={verify!r}")
-        half = np.arange(len(records.accepted)) % 2 == 0
-        scaling = fit(records.part(half), bias=bias)
-        check = records.part(~half)
-        shown[rule] = (check, scaling)
+        scaling, after = fit(records, bias=bias), records.crossed(bias=bias)
+        shown[rule] = (records, after)
         results[rule] = {
             "temperatures": [round(t, 4) for t in scaling.temperatures],
             "biases": [round(b, 4) for b in scaling.biases],
             "drafts": len(records.accepted),
             "accepted_length": round(1 + float(records.accepted.mean()), 4),
-            "error_before": round(check.error(PLAIN), 4),
-            "error_after": round(check.error(scaling), 4),
-            "standard_error": round(check.standard_error(scaling), 4),
+            "error_before": round(records.error(records.survival(PLAIN)), 4),
+            "error_after": round(records.error(after), 4),
+            "standard_error": round(records.standard_error(after), 4),
+            "least_error": round(records.least_error(after), 4),
         }
         found = results[rule]
         click.echo(
             f"{rule}: {found['drafts']} drafts, {found['accepted_length']} tokens a round, calibration error "
-            f"{found['error_before']:.2%} before, {found['error_after']:.2%} after (+- {found['standard_error']:.2%})"
+            f"{found['error_before']:.2%} before, {found['error_after']:.2%} after (+- {found['standard_error']:.2%}); "
+            f"{found['least_error']:.2%} by chance alone"
         )
     write(path, method, results)
     click.echo(f"written: {path}")
@@ -148,7 +147,8 @@ def read_records(path: Path, rule: str) -> Records:
     """The drafts that this rule judged."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = [entry for entry in map(json.loads, lines) if entry["rule"] == rule]
-    return Records.of([entry["confidence"] for entry in found], [entry["accepted"] for entry in found])
+    columns = ([entry[name] for entry in found] for name in ("confidence", "accepted", "request"))
+    return Records.of(*columns)
 
 
 def write(path: Path, method: str, results: dict[str, Any]) -> None:

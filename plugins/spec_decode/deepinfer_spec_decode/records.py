@@ -20,7 +20,15 @@ class Recorder:
         if self._path is None:
             return
         lines = [
-            json.dumps({"rule": r.rule, "confidence": list(r.confidence), "accepted": r.accepted}) + "\n"
+            json.dumps(
+                {
+                    "request": r.request_id,
+                    "rule": r.rule,
+                    "confidence": list(r.confidence),
+                    "accepted": r.accepted,
+                }
+            )
+            + "\n"
             for r in results
             if r.confidence is not None
         ]

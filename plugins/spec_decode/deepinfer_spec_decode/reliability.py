@@ -10,20 +10,19 @@ import numpy as np
 
 from deepinfer_core.api import ConfigError
 
-from .sts import BINS, PLAIN, Records, Scaling
+from .sts import BINS, PLAIN, Array, Records
 
 
-def points(records: Records, scaling: Scaling) -> tuple[list[float], list[float]]:
+def points(records: Records, survival: Array) -> tuple[list[float], list[float]]:
     """Means of what was said and of what came true, by bin of the former; empty bins are left out."""
-    pairs = records.outcomes(scaling)
-    said, came = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
+    said, came = records.pairs(survival)
     bins = np.minimum((said * BINS).astype(int), BINS - 1)
     used = [bin_ for bin_ in range(BINS) if (bins == bin_).any()]
     return [float(said[bins == b].mean()) for b in used], [float(came[bins == b].mean()) for b in used]
 
 
-def draw(path: Path, shown: Mapping[str, tuple[Records, Scaling]]) -> None:
-    """One panel for each verification rule, before and after.
+def draw(path: Path, shown: Mapping[str, tuple[Records, Array]]) -> None:
+    """One panel for each verification rule, before and after; ``shown`` has the survival after.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -34,10 +33,10 @@ def draw(path: Path, shown: Mapping[str, tuple[Records, Scaling]]) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'deepinfer-spec-decode[plot]'") from error
     figure = Figure(figsize=(4.5 * len(shown), 4.2), layout="constrained")
     axes: Any = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axis, (rule, (records, scaling)) in zip(axes, shown.items(), strict=True):
+    for axis, (rule, (records, after)) in zip(axes, shown.items(), strict=True):
         axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-        for name, used in (("before", PLAIN), ("after", scaling)):
-            axis.plot(*points(records, used), marker="o", label=f"{name}: error {records.error(used):.1%}")
+        for name, said in (("before", records.survival(PLAIN)), ("after", after)):
+            axis.plot(*points(records, said), marker="o", label=f"{name}: error {records.error(said):.1%}")
         axis.set(title=rule, xlabel="survival said", ylabel="survival found", xlim=(0, 1), ylim=(0, 1))
         axis.legend()
     figure.savefig(path)
