@@ -27,8 +27,8 @@ def grown(stored: Weights, kind: Kind, first: Weights, shape: Shape) -> Weights:
     places = own_places(old, kind.stages)
     w: Weights = {}
     for name, tensor in stored.items():
-        stage, rest = name.removeprefix("mtp.").split(".", 1)
-        w[stage_prefix(places[int(stage)]) + rest] = tensor
+        number, rest = name.removeprefix("mtp.").split(".", 1)
+        w[stage_prefix(places[int(number)]) + rest] = tensor
     for stage in sorted(set(range(kind.stages)) - set(places)):
         prefix = stage_prefix(stage)
         w |= {name: _silent(name, tensor, shape) for name, tensor in first.items() if name.startswith(prefix)}
