@@ -82,7 +82,8 @@ def _sampling_params(arguments: Mapping[str, Any], item: PromptItem) -> Sampling
     try:
         return SamplingParams(**{**arguments, **item.sampling})
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{item.origin}: {error}" if item.origin else str(error)) from None
+        origin = f"{item.origin}: " if item.sampling else ""  # else the command line alone is at fault
+        raise InvalidRequestError(f"{origin}{error}") from None
 
 
 def _complete(llm: Any, items: Sequence[PromptItem], params: Sequence[SamplingParams]) -> list[RequestOutput]:

@@ -37,8 +37,8 @@ def run(command: click.Command, arguments: Sequence[str] | None) -> int:
 
 
 def one_line(text: str) -> str:
-    """``text`` with its lines joined by ``"; "``."""
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+    """``text`` with its lines joined by ``"; "``, after a line that ends with a colon by a space."""
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip()).replace(":; ", ": ")
 
 
 def _fail(text: str) -> int:

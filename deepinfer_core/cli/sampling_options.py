@@ -28,7 +28,8 @@ def _file_text(ctx: click.Context, parameter: click.Parameter, path: str | None)
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise click.BadParameter(f"{path!r}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise click.BadParameter(f"{path!r} cannot be read: {reason}") from None
 
 
 _FORMS = {"json_schema": "json", "regex": "regex", "grammar": "ebnf"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
@@ -17,6 +18,9 @@ from .field import OutOfRange
 from .settings import nearest
 
 T = TypeVar("T")
+
+_VALIDATOR_TEXT = re.compile(r"'(?P<field>\w+)' (?P<what>must .*?)(: [^:]*| \([^()]*\)\.?)?")
+"""What validators of attrs say of a field of a plugin's class: ``'port' must be >= 0: -1``."""
 
 
 @cache
@@ -66,7 +70,9 @@ def structure(
         shown = _shown(value)
         if isinstance(problem, OutOfRange | NotAccepted):
             raise ConfigError(f"{path} = {shown} (from {source}): expected {expected_of(path) or wording}") from None
-        raise ConfigError(f"{path} = {shown} (from {source}): {problem}") from problem
+        text = _text_of(problem)
+        said = _VALIDATOR_TEXT.fullmatch(text)
+        raise ConfigError(f"{path} = {shown} (from {source}): {said['what'] if said else text}") from problem
 
 
 def _first_problem(error: ClassValidationError, path: str) -> tuple[str, Exception, Any]:
@@ -78,7 +84,16 @@ def _first_problem(error: ClassValidationError, path: str) -> tuple[str, Excepti
             _first_problem(problem, below) if isinstance(problem, ClassValidationError) else (below, problem, note.type)
         )
     problem = bare[0]
-    return _first_problem(problem, path) if isinstance(problem, ClassValidationError) else (path, problem, None)
+    if isinstance(problem, ClassValidationError):
+        return _first_problem(problem, path)
+    said = _VALIDATOR_TEXT.fullmatch(_text_of(problem))
+    known = said is not None and any(field.name == said["field"] for field in attrs.fields(error.cl))
+    return (_join(path, said["field"]) if said and known else path), problem, None
+
+
+def _text_of(problem: Exception) -> str:
+    """The message alone: validators of attrs raise it with the field and what they compared."""
+    return str(problem.args[0] if problem.args else problem)
 
 
 def _unknown_key(problem: ForbiddenExtraKeysError, path: str, source_of: Callable[[str], str]) -> ConfigError:

@@ -40,7 +40,9 @@ def read_gaps(file: str | Path) -> tuple[Gap, ...]:
     path = Path(file)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"gaps file {path}: {error.strerror}") from None
+    except ValueError as error:  # of TOML, or bytes that are no text
         raise ConfigError(f"gaps file {path}: {error}") from error
     if set(data) - {"gap"} or not isinstance(data.get("gap", []), list):
         raise ConfigError(f"gaps file {path}: expected [[gap]] tables only, found {', '.join(sorted(data))}")

@@ -26,7 +26,7 @@ def policy_results(policy: str) -> tuple[Result, ...]:
     start = time.perf_counter()
     try:
         suite.policy_factory(policy)()
-    except (ImportError, AttributeError, PluginError, ValueError) as error:
+    except (ImportError, AttributeError, PluginError, TypeError, ValueError) as error:
         raise ConfigError(f"--policy {policy!r}: {error}; expected 'module:Class' or an installed policy") from error
     report = suite.check_policy(policy)
     seconds = round((time.perf_counter() - start) / len(suite.CHECKS), 4)

@@ -110,6 +110,10 @@ def policy_factory(target: str, settings: Mapping[str, Any] | None = None) -> Po
     """What makes instances of ``module:Class`` (or of any callable named so), or of an installed policy.
 
     ``plugin:policy`` also has a colon: it is meant where there is no such class. ``settings`` are for installed ones.
+
+    Raises:
+        ImportError, AttributeError: there is no such class.
+        TypeError: from what is returned: the class takes other arguments, or makes no policy.
     """
     if ":" not in target:
         return lambda: named_policy(target, settings)
@@ -122,7 +126,15 @@ def policy_factory(target: str, settings: Mapping[str, Any] | None = None) -> Po
             raise error from None
         return lambda: named_policy(target, settings)
     takes_settings = bool(inspect.signature(made).parameters)
-    return lambda: made(None) if takes_settings else made()
+
+    def make() -> Policy:
+        policy = made(None) if takes_settings else made()
+        missing = [name for name in ("admit", "order", "split", "victims", "on_event") if not hasattr(policy, name)]
+        if missing:
+            raise TypeError(f"it makes a {type(policy).__name__}, which has no {', '.join(missing)}")
+        return policy
+
+    return make
 
 
 def check_view(policy: Policy, twin: Policy, view: SystemView, random: np.random.Generator) -> Iterator[Finding]:

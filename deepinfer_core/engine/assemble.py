@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from deepinfer_core.api import (
+    CheckpointError,
     ConfigError,
     DeviceError,
     KVLayout,
@@ -326,10 +327,16 @@ def cache_domain(planned: PlannedEngine, checkpoint: Checkpoint) -> tuple[str, .
 
 
 def eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a generation, from tokenizer, generation_config.json and config.json."""
+    """Every id that ends a generation, from tokenizer, generation_config.json and config.json.
+
+    Raises:
+        CheckpointError: one of the files holds something else than an id or a list of ids.
+    """
     ids: list[int] = list(tokenizer.eos_token_ids) if tokenizer is not None else []
-    for source in (checkpoint.generation_config, checkpoint.config):
+    for file, source in (("generation_config.json", checkpoint.generation_config), ("config.json", checkpoint.config)):
         value = source.get("eos_token_id")
-        if value is not None:
-            ids.extend(value if isinstance(value, list) else [value])
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in found):
+            raise CheckpointError(f"{file}: eos_token_id={value!r}: expected a token id, or a list of them")
+        ids.extend(found)
     return tuple(dict.fromkeys(ids))

@@ -47,12 +47,19 @@ def open_sinks(planned: PlannedEngine) -> dict[str, OpenSink]:
 
     Raises:
         PluginError: nobody has such a sink, or it cannot be made.
-        ConfigError: ``logging.trace_file`` lies nowhere.
+        ConfigError: ``logging.trace_file`` lies nowhere, or there is a place for Prometheus text and no such sink.
     """
     trace = planned.config.logging.trace_file
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise ConfigError(f"logging.trace_file = {trace!r}: its folder does not exist")
-    return {name: _open(planned, name) for name in dict.fromkeys(planned.config.logging.metrics)}
+    names = dict.fromkeys(planned.config.logging.metrics)
+    if not any(name.rpartition(":")[2] == "prometheus" for name in names):
+        for name, value in planned.config.plugins.settings.get("engine", {}).items():
+            if name in ("prometheus_file", "prometheus_port"):
+                raise ConfigError(
+                    f"plugins.engine.{name} = {value}: nothing would write there; set logging.metrics = prometheus too"
+                )
+    return {name: _open(planned, name) for name in names}
 
 
 def connect(

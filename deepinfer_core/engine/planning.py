@@ -290,6 +290,8 @@ def _options(config: EngineConfig, checkpoint: Checkpoint, device: Device) -> Mo
 
 def _definition(checkpoint: Checkpoint, registry: Registry, architecture: str = "") -> type[ModelDefinition]:
     wanted = [architecture] if architecture else checkpoint.config.get("architectures") or []
+    if not isinstance(wanted, list):
+        raise CheckpointError(f"{checkpoint.path}: config.json: architectures={wanted!r}: expected a list of names")
     known = claimed(registry, "architecture")
     for architecture in wanted:
         if architecture in known:

@@ -41,14 +41,22 @@ def rope_fields(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
 
     Scaling is empty for plain rotary embedding.
     """
-    merged = dict(config.get("rope_scaling") or {})
-    merged.update(config.get("rope_parameters") or {})
-    theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    merged: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        table = config.get(name) or {}
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"config.json: {name}={table!r}: expected an object")
+        merged.update(table)
+    given = merged.pop("rope_theta", None)
+    theta = real({"rope_theta": config.get("rope_theta") if given is None else given}, "rope_theta", 10000.0)
     kind = merged.get("rope_type", merged.pop("type", "default"))
     if kind == "default":
-        return float(theta), {}
+        return theta, {}
     if kind not in ("linear", "llama3", "yarn"):
         raise ConfigError(f"config.json: rope_type={kind!r}: expected 'default', 'linear', 'llama3' or 'yarn'")
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        if merged.get(name) is not None:
+            real(merged, name)
     merged["rope_type"] = kind
     merged.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    return float(theta), merged
+    return theta, merged

@@ -13,7 +13,7 @@ from .discovery import Candidate, Discovery
 from .failure import Failure
 from .nearest import suggest
 
-_ALLOW, _BLOCK, _REQUEST = "DEEPINFER_PLUGINS", "--no-plugin", "asked for"
+_ALLOW, _BLOCK, _REQUEST = "plugins.allow (DEEPINFER_PLUGINS)", "plugins.block (--no-plugin)", "asked for"
 
 
 @attrs.frozen

@@ -79,6 +79,9 @@ def test_unknown_command_suggests(refused: Callable[..., str]) -> None:
         (["plugins", "--log-level", "loud"], "logging.level = 'loud' (from --log-level)"),
         (["plugins", "--config", "/no/such.toml"], "configuration file '/no/such.toml' cannot be read"),
         (["inspect", "/no/such/model"], "/no/such/model"),
+        (["explain", "--set", "plugins.allow=acme"], "plugins.allow (DEEPINFER_PLUGINS): no plugin named 'acme'"),
+        (["explain", "--no-plugin", "acme"], "plugins.block (--no-plugin): no plugin named 'acme'"),
+        (["conformance", "reference", "--gaps", "/no/such.toml"], "gaps file /no/such.toml: No such file"),
         (["inspect", "demo", "--model", "demo"], "leave out --model"),
     ],
 )
@@ -96,7 +99,7 @@ def test_usage_errors_name_the_command_to_ask(refused: Callable[..., str]) -> No
 
 
 def test_lines_of_an_error_are_joined() -> None:
-    assert one_line("no provider:\n  a: too old\n\n  b: too new\n") == "no provider:; a: too old; b: too new"
+    assert one_line("no provider:\n  a: too old\n\n  b: too new\n") == "no provider: a: too old; b: too new"
 
 
 def test_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,17 @@ def test_a_policy_needs_no_backend(
     assert main(["conformance", "--policy", "nowhere:Nothing"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [("json:loads", "the JSON object must be"), ("collections:Counter", "which has no admit, order,")],
+)
+def test_what_is_no_policy_is_one_line(policy: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "--policy", policy]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
 DIES = """
 import os
 

@@ -15,8 +15,12 @@ import attrs
 
 @attrs.frozen
 class Settings:
-    tile: int = 64
-    mode: str = "fast"
+    tile: int = attrs.field(default=64, validator=attrs.validators.ge(1))
+    mode: str = attrs.field(default="fast", validator=attrs.validators.in_(("fast", "exact (slow)")))
+
+    def __attrs_post_init__(self):
+        if self.tile > 64 and self.mode == "fast":
+            raise ValueError("fast needs a tile of at most 64")
 
 @hookimpl
 def deepinfer_plugin():
@@ -38,8 +42,8 @@ def test_defaults_are_the_plugins_own(site: Site) -> None:
 
 
 def test_a_given_value_and_a_variable_reach_the_plugin(site: Site) -> None:
-    settings = resolve(site, {"DEEPINFER_ACME__MODE": "exact"}, tile=32)
-    assert (settings.tile, settings.mode) == (32, "exact")
+    settings = resolve(site, {"DEEPINFER_ACME__MODE": "exact (slow)"}, tile=32)
+    assert (settings.tile, settings.mode) == (32, "exact (slow)")
 
 
 def test_an_unknown_setting_is_an_error_with_the_nearest_name(site: Site) -> None:
@@ -50,3 +54,24 @@ def test_an_unknown_setting_is_an_error_with_the_nearest_name(site: Site) -> Non
 def test_a_setting_of_the_wrong_type_names_field_value_and_type(site: Site) -> None:
     with pytest.raises(ConfigError, match=r"(?s)plugins\.acme\.tile.*'wide'.*integer"):
         resolve(site, tile="wide")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tile": 0}, "plugins.acme.tile = 0 (from argument): must be >= 1"),
+        ({"mode": "odd"}, "plugins.acme.mode = 'odd' (from argument): must be in ('fast', 'exact (slow)')"),
+        ({"tile": 65}, "plugins.acme = {'tile': 65} (from default): fast needs a tile of at most 64"),
+    ],
+)
+def test_what_the_plugins_own_class_refuses_names_field_value_and_source(
+    site: Site, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(site, **settings)
+    assert str(caught.value) == said
+
+
+def test_a_variable_that_the_class_refuses_is_the_source(site: Site) -> None:
+    with pytest.raises(ConfigError, match=r"tile = 0 \(from environment DEEPINFER_ACME__TILE\): must be >= 1"):
+        resolve(site, {"DEEPINFER_ACME__TILE": "0"})

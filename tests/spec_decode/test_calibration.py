@@ -29,6 +29,7 @@ from test_deepseek_v4 import open_llm
 from v4_drafters import dspark
 
 from deepinfer_core.api import ConfigError
+from deepinfer_core.cli import main
 from deepinfer_core.cli.program import program
 
 TRUE = (0.5, 2.0, 1.3)
@@ -208,6 +209,26 @@ def test_the_command_writes_what_an_engine_reads(tmp_path: Path) -> None:
         with open_llm(v4.path, "dspark", plugins={"spec_decode": {"calibration": calibration}}) as llm:
             drafter: Any = llm.engine.core.speculator.drafter  # type: ignore[union-attr]
             assert drafter._calibration == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--out", "/no/such/o.json"], "--out /no/such/o.json: its folder does not exist"),
+        (["--plot", "/no/such/p.png"], "--plot /no/such/p.png: its folder does not exist"),
+        (["--draft-tokens", "0"], "'--draft-tokens': 0 is not in the range"),
+        (["--max-tokens", "0"], "'--max-tokens': 0 is not in the range"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n", encoding="utf-8")
+    assert main(["calibrate-drafter", "--model", str(tmp_path), "--prompts", str(prompts), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def _tokenizer() -> bytes:

@@ -17,10 +17,12 @@ def check_plot(path: str) -> None:
     """Refuse early what could not be drawn after the run.
 
     Raises:
-        click.UsageError: matplotlib is missing, or the file's ending is unknown.
+        click.UsageError: matplotlib or the file's folder is missing, or the file's ending is unknown.
     """
     if Path(path).suffix not in SUFFIXES:
         raise click.UsageError(f"--plot {path}: expected a file ending in {', '.join(SUFFIXES)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise click.UsageError(f"--plot {path}: its folder does not exist")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: install it with pip install 'deepinfer-scheduler[plot]'")
 

@@ -29,8 +29,10 @@ RULES = ("exact", "rejection", GREEDY)
     type=click.Path(exists=True, dir_okay=False),
     help="Held-out prompts, one a line; in a file called *.jsonl each line is a JSON string.",
 )
-@click.option("--draft-tokens", default=5, show_default=True, help="Drafts verified at once.")
-@click.option("--max-tokens", default=128, show_default=True, help="Tokens generated for a prompt.")
+@click.option("--draft-tokens", type=click.IntRange(1), default=5, show_default=True, help="Drafts verified at once.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens generated for a prompt."
+)
 @click.option("--temperature", default=1.0, show_default=True, help="Of the requests.")
 @click.option(
     "--bias/--no-bias",
@@ -68,7 +70,10 @@ def calibrate(
     shown: dict[str, tuple[Records, Array]] = {}
     path = Path(out) if out else Path(drafter_path(drafter) or model) / FILE_NAME
     if not path.parent.is_dir():
-        raise ConfigError(f"--out: {model!r} is no directory to put {FILE_NAME} in: say where")
+        missing = f"--out {out}: its folder does not exist"
+        raise ConfigError(missing if out else f"--out: {model!r} is no directory to put {FILE_NAME} in: say where")
+    if plot and not Path(plot).absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: its folder does not exist")
     for rule in RULES:
         click.echo(f"{rule}: {len(prompts)} prompts of up to {max_tokens} tokens", err=True)
         verify = "rejection" if rule == "rejection" else "exact"

@@ -93,8 +93,17 @@ def simulate(
     """
     if (trace is None) == (kind is None):
         raise click.UsageError("give --trace FILE or --synthetic KIND, one of them")
+    for option, number in (
+        ("--rate", rate),
+        ("--ttft-target-ms", ttft_target_ms),
+        ("--tpot-target-ms", tpot_target_ms),
+    ):
+        if not 0 < number < float("inf"):
+            raise click.UsageError(f"{option} {number:g}: expected a number above 0")
     if plot is not None:
         check_plot(plot)
+    if json_file not in (None, "-") and not Path(str(json_file)).absolute().parent.is_dir():
+        raise click.UsageError(f"--json {json_file}: its folder does not exist")
     names = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip()))
     settings = _settings(sets)
     policies = _policies(names, settings)
@@ -128,7 +137,7 @@ def _policies(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Po
         try:
             made[name] = policy_factory(name, settings)
             made[name]()
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, TypeError) as error:
             raise click.UsageError(f"--policy {name}: {error}") from None
     return made
 
