@@ -76,15 +76,17 @@ def _decode(engines: dict[str, Any], batch: int, new: int, rounds: int) -> dict[
     prompts = _prompts(engines, batch, DECODE_PROMPT)
 
     def seconds(llm: Any) -> float:
-        return (_timed(llm, prompts, new) - _timed(llm, prompts, 1)) / (new - 1)
+        from common import step_seconds
 
-    times = _alternating(engines, seconds, rounds)
+        return step_seconds(_timed(llm, prompts, new), _timed(llm, prompts, 1), new)
+
+    times = _alternating(engines, seconds, rounds, f"decode, batch {batch}")
     return _row(f"decode, batch {batch}", times, batch, None if batch < 8 else TARGET)
 
 
 def _prefill(engines: dict[str, Any], length: int, rounds: int) -> dict[str, Any]:
     prompts = _prompts(engines, 1, length)
-    times = _alternating(engines, lambda llm: _timed(llm, prompts, 1), rounds)
+    times = _alternating(engines, lambda llm: _timed(llm, prompts, 1), rounds, f"prefill, {length} tokens")
     return _row(f"prefill, {length} tokens", times, length, TARGET)
 
 
@@ -102,9 +104,12 @@ def _timed(llm: Any, prompts: list[list[int]], new: int) -> float:
     return time.perf_counter() - start
 
 
-def _alternating(engines: dict[str, Any], seconds: Any, rounds: int) -> dict[str, list[float]]:
+def _alternating(engines: dict[str, Any], seconds: Any, rounds: int, what: str) -> dict[str, list[float]]:
+    from common import say
+
     times: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds + 1):
+        say(f"{what}, round {number} of {rounds}")
         for name, llm in engines.items():
             taken = seconds(llm)
             if number:
@@ -113,8 +118,10 @@ def _alternating(engines: dict[str, Any], seconds: Any, rounds: int) -> dict[str
 
 
 def _row(what: str, times: dict[str, list[float]], tokens: int, target: float | None) -> dict[str, Any]:
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    pairs = [on / off for on, off in zip(times["invariant"], times["default"], strict=True)]
+    from common import settled
+
+    medians = {name: statistics.median(settled(values, f"{what}, {name}")) for name, values in times.items()}
+    pairs = settled([on / off for on, off in zip(times["invariant"], times["default"], strict=True)], what)
     return {
         "what": what,
         **{name: tokens / median for name, median in medians.items()},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,35 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
     return "-" if value is None else str(value)
+
+
+def say(text: str) -> None:
+    """What is measured now, on standard error: tables come when their last row is there."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def step_seconds(whole: float, one: float, tokens: int) -> float:
+    """Seconds of a decode step, from those of ``tokens`` tokens and of one; not a number where other work decided.
+
+    A round in which one token took as long as all of them measured the rest of the machine: :func:`settled` leaves
+    it out.
+    """
+    step = (whole - one) / (tokens - 1)
+    return step if step > 0 else math.nan
+
+
+def settled(values: Sequence[float], what: str) -> list[float]:
+    """The rounds that measured something; says how many did not.
+
+    Raises:
+        SystemExit: none did.
+    """
+    kept = [value for value in values if not math.isnan(value)]
+    if not kept:
+        sys.exit(f"{what}: one token took as long as many in each of {len(values)} rounds; run on an idle machine")
+    if len(kept) < len(values):
+        say(f"{what}: {len(values) - len(kept)} of {len(values)} rounds left out: one token took as long as many")
+    return kept
 
 
 def finish(result: Mapping[str, Any], as_json: bool) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import peers
 import torch
-from common import finish, machine, print_table, random_prompts, random_qwen3
+from common import finish, machine, print_table, random_prompts, random_qwen3, say, settled, step_seconds
 from peer_process import Remote, installed
 
 PARTS = ("decode", "ragged", "demo", "prefix")
@@ -86,13 +86,15 @@ def _decode_batch(
     times: dict[tuple[str, int], list[float]] = {}
     first = set()
     for number in range(rounds + 1):
+        say(f"decode, batch {batch}, round {number} of {rounds}")
         for engine in engines:
             one = engine.run(prompts, 1)[0]
             whole, ids = engine.run(prompts, new_tokens)
             first.update(tuple(said[:8]) for said in ids[:1])
             if number:
-                step = 1e3 * (whole - one) / (new_tokens - 1)
+                step = 1e3 * step_seconds(whole, one, new_tokens)
                 times.setdefault((engine.name, engine.threads), []).append(step)
+    times = {key: settled(values, f"batch {batch}, {key[0]} x{key[1]}") for key, values in times.items()}
     best: dict[str, tuple[float, int]] = {}
     for (name, threads), values in times.items():
         best[name] = min(best.get(name, (math.inf, 0)), (statistics.median(values), threads))
@@ -248,7 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="threads of the engines in this process"
     )
-    parser.add_argument("--thread-counts", type=_counts, default=[1, 2], help="decode: numbers tried, best kept (1,2)")
+    parser.add_argument("--thread-counts", type=_counts, help="decode: numbers tried, best kept (1,2; with --quick 1)")
     parser.add_argument(
         "--avx2",
         action="store_true",
@@ -258,6 +260,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM, if not this one")
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     options = parser.parse_args()
+    options.thread_counts = options.thread_counts or ([1] if options.quick else [1, 2])
     parts = options.only.split(",")
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
@@ -277,10 +280,13 @@ def main() -> None:
         if "decode" in parts:
             result["decode"] = decode(directory, options)
         if "ragged" in parts:
+            say("ragged")
             result["ragged"] = ragged(directory, options)
         if "demo" in parts:
+            say("demo")
             result["demo"] = demo(options)
         if "prefix" in parts:
+            say("prefix cache")
             result["prefix"] = prefix(directory, options)
     finish(result, options.json)
 

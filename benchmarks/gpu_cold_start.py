@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import finish, print_table
-from gpu_common import Results, plugin_paths
+from gpu_common import Results, plugin_paths, require_gpu
 from gpu_model import QUICK, QWEN3_4B, checkpoint
 
 SETTINGS = {"model.max_model_len": 8192, "kv_cache.memory_fraction": 0.8, "logging.progress": False}
@@ -122,10 +121,7 @@ def main() -> None:
     if options.start is not None:
         print(json.dumps(start(options.start, options.others)))
         return
-    if not torch.cuda.is_available():
-        print("gpu_cold_start: torch sees no GPU on this machine; nothing was measured")
-        finish({"skipped": "no GPU"}, options.json)
-        return
+    require_gpu("gpu_cold_start")
     results = Results(options.out / "gpu_cold_start.json")
     path = checkpoint(options.checkpoint, QUICK if options.quick else QWEN3_4B)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,17 @@ def plugin_paths() -> tuple[str, ...]:
     """The plugin's module where its distribution is not installed, only importable."""
     found = importlib.metadata.entry_points(group="deepinfer.plugins.v1")
     return () if any(entry.value == PLUGIN for entry in found) else (PLUGIN,)
+
+
+NO_GPU = 3
+"""Exit code of a benchmark that needs a GPU on a machine without one; ``make bench`` goes on after it."""
+
+
+def require_gpu(name: str) -> None:
+    """End the program, in one line, where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        print(f"{name}: needs a GPU, and torch {torch.__version__} sees none; nothing was measured", file=sys.stderr)
+        sys.exit(NO_GPU)
 
 
 class Results:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from common import finish, print_table, random_prompts
-from gpu_common import Results, plugin_paths
+from gpu_common import Results, plugin_paths, require_gpu
 from gpu_model import QUICK, QWEN3_4B, checkpoint, kv_bytes, weight_bytes
 
 if TYPE_CHECKING:
@@ -230,10 +230,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="four layers")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_engine: torch sees no GPU on this machine; nothing was measured")
-        finish({"skipped": "no GPU"}, options.json)
-        return
+    require_gpu("gpu_engine")
     from deepinfer_nvidia_sm100.measure import copy_bandwidth, matrix_rate
 
     config = QUICK if options.quick else QWEN3_4B

@@ -6,6 +6,7 @@ Times of rounded rows leave out the rounding itself, as those of the libraries d
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,7 @@ def measure(results: Results, bandwidth: float, quick: bool, attend: Callable[..
                 if us := found.get(f"{library}_us"):
                     rows.append([f"{key} {library}", None, None, us, operations / us])
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit("gpu_fp8.py is a part of another: python benchmarks/gpu_ops.py --only fp8")

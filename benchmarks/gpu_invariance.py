@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from common import finish, print_table, random_prompts
-from gpu_common import Results, compile_all, plugin_paths
+from gpu_common import Results, compile_all, plugin_paths, require_gpu
 
 TARGET = 1.10
 """Longest decode step against the default's from 32 requests on."""
@@ -58,10 +58,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rows and batches, four layers")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_invariance: torch sees no GPU on this machine; nothing was measured")
-        finish({"skipped": "no GPU"}, options.json)
-        return
+    require_gpu("gpu_invariance")
     results = Results(options.out / "gpu_invariance.json")
     with torch.inference_mode():
         if not options.model:

@@ -18,7 +18,7 @@ import gpu_sampling
 import numpy as np
 import torch
 from common import finish, print_table
-from gpu_common import Results, build, compile_all
+from gpu_common import Results, build, compile_all, require_gpu
 
 from deepinfer_core.api import (
     PagedAttentionRequest,
@@ -306,10 +306,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_ops: torch sees no GPU on this machine; nothing was measured")
-        finish({"skipped": "no GPU"}, options.json)
-        return
+    require_gpu("gpu_ops")
     from deepinfer_nvidia_sm100 import tuning
     from deepinfer_nvidia_sm100.measure import copy_bandwidth, matrix_rate
 

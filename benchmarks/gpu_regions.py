@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from common import finish, print_table
-from gpu_common import Results, build, compile_all
+from gpu_common import Results, build, compile_all, require_gpu
 from gpu_ops import BLOCK, DIM, HEADS, HIDDEN, INNER, KV_HEADS, layout
 
 from deepinfer_core.api import (
@@ -87,10 +87,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one number of rows")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_regions: torch sees no GPU on this machine; nothing was measured")
-        finish({"skipped": "no GPU"}, options.json)
-        return
+    require_gpu("gpu_regions")
     from deepinfer_nvidia_sm100.measure import microseconds
 
     results = Results(options.out / "gpu_regions.json")

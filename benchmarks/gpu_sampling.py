@@ -5,6 +5,7 @@ Rows are normal logits of a deviation, or like a language model's: deviation 2, 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -166,3 +167,7 @@ def measure(results: Results, bandwidth: float, quick: bool) -> list[list[Any]]:
             call = lambda x, s: sampling.stage("top_p", x, s)  # noqa: E731
             record(f"stage top_p, {kind}", call, kind, "top_p 0.9", rows, overwrites=True)
     return table
+
+
+if __name__ == "__main__":
+    sys.exit("gpu_sampling.py is a part of another: python benchmarks/gpu_ops.py --only sampling")

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish, machine, print_table
+from common import finish, machine, print_table, say
 from widemodel import WIDTH, synthetic_vocabulary, wide_checkpoint
 
 from deepinfer_core.api import ConstraintSpec, MaskJob, Vocabulary
@@ -123,6 +123,7 @@ def masks(options: argparse.Namespace) -> dict[str, Any]:
         ready = milliseconds(lambda one=one, spec=spec: one.compile(spec))
         grammar = one.compile(spec)
         for batch in (1, 8) if options.quick else (1, 8, 32, 128):
+            say(f"{library}, batch {batch}")
             states = [grammar.start(spec) for _ in range(batch)]
             for index, state in enumerate(states):
                 state.accept(_spelled(state, document, index * 5 % (len(document) // 2)))
@@ -171,6 +172,7 @@ def compile_times(options: argparse.Namespace) -> dict[str, Any]:
         hit = _cache_hit(one)
         for name, schemas in sets.items():
             # Some schemas of people take xgrammar many seconds: every eighth is enough to show it.
+            say(f"{library}, schemas {name}")
             few = options.quick or (library == "xgrammar" and name == "written by people")
             times, refused = _compiled(one, schemas[::8] if few else schemas)
             found = percentiles(times)
@@ -223,6 +225,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     with _engine("demo", 32) as (llm, watch):
         for batch in (32,) if options.quick else (1, 8, 32):
             for temperature in (0.0, 1.0):
+                say(f"batch {batch}, temperature {temperature:g}")
                 drawn = {"temperature": temperature}
                 found = _beside_free(llm, watch, batch, drawn, ENDLESS, tokens, pairs)
                 rows.append((batch, temperature, *found.values()))
@@ -241,6 +244,7 @@ def wide(options: argparse.Namespace) -> dict[str, Any]:
         for library in LIBRARIES:
             with _engine(checkpoint, 128, f"structured_output:{library}") as (llm, watch):
                 for batch in (1, 8) if options.quick else (1, 8, 32, 128):
+                    say(f"{library}, batch {batch}")
                     found = _beside_free(llm, watch, batch, {"top_k": 50}, ENDLESS_FOR_BOTH, tokens, pairs)
                     rows.append((library, batch, *found.values()))
                     result[f"{library}_{batch}"] = found

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import finish, machine, print_table
+from common import finish, machine, print_table, say
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.utils import logging
@@ -115,8 +115,9 @@ def measure(runs: dict[str, Run], tokens: int, rounds: int) -> dict[str, dict[st
     times: dict[tuple[str, int], list[tuple[float, float]]] = {(n, t): [] for n in runs for t in counts}
     for run in runs.values():
         run(3)
-    for _ in range(rounds):
+    for number in range(rounds):
         for threads in counts:
+            say(f"round {number + 1} of {rounds}, {threads} threads")
             torch.set_num_threads(threads)
             for name, run in runs.items():
                 times[name, threads].append(decode_times(run, tokens))
