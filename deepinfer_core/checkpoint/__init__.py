@@ -4,15 +4,12 @@ from .check import check_tensors
 from .gguf_file import GGUFMetadata
 from .inspect import CheckpointSummary, DtypeUsage, summarise
 from .opening import Checkpoint, open_checkpoint
-from .packed import PackedTensor, PackedWeightSource
 
 __all__ = [
     "Checkpoint",
     "CheckpointSummary",
     "DtypeUsage",
     "GGUFMetadata",
-    "PackedTensor",
-    "PackedWeightSource",
     "check_tensors",
     "open_checkpoint",
     "summarise",

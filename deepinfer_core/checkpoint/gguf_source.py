@@ -15,7 +15,6 @@ from deepinfer_core.api import CheckpointError, TensorInfo
 from .gguf_config import gguf_architecture
 from .gguf_file import GGUFFile
 from .gguf_names import half_split_rows, hugging_face_name
-from .packed import PackedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ _PLAIN: Mapping[GGMLQuantizationType, str] = {
 
 
 class GGUFSource:
-    """A :class:`~deepinfer_core.checkpoint.packed.PackedWeightSource` over one GGUF file."""
+    """The weights of one GGUF file; packed types become float32 when they are loaded."""
 
     def __init__(self, file: GGUFFile) -> None:
         """Raises CheckpointError if the file holds a tensor that has no Hugging Face name: it would be ignored."""
@@ -78,14 +77,8 @@ class GGUFSource:
             raise CheckpointError(f"{self._path}: tensor {name!r} cannot be dequantised ({error})") from error
         return torch.from_numpy(values)
 
-    def load_packed(self, name: str) -> PackedTensor:
-        """The stored blocks; a copy only for the q and k projections of llama files, whose rows are reordered."""
-        tensor = self._open_tensor(name)
-        data = self._rows(name, tensor.data).view(np.uint8)
-        return PackedTensor(data=data, qtype=tensor.tensor_type.name.lower(), shape=_shape(tensor))
-
     def close(self) -> None:
-        """Refuse further loads. The file stays mapped while this object or a packed tensor lives."""
+        """Refuse further loads. The file stays mapped while this object lives."""
         self._closed = True
 
     def _rows(self, name: str, data: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -28,7 +28,7 @@ class Checkpoint:
         format: how the weights are stored.
         config: config.json, or its equivalent derived from GGUF metadata.
         generation_config: generation_config.json, ``{}`` when there is none.
-        weights: tensors under Hugging Face names. Those of a GGUF file also meet ``PackedWeightSource``.
+        weights: tensors under Hugging Face names.
         tokenizer_source: the directory with tokenizer files, or the GGUF metadata. Nothing of it is read yet.
     """
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import attrs
 
-METASPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

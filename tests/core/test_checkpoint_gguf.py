@@ -1,4 +1,4 @@
-"""GGUF files: configuration, names, row order, dequantisation, packed blocks, damage."""
+"""GGUF files: configuration, names, row order, dequantisation, damage."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from checkpoint_support import (
     write_gguf,
 )
 from gguf import GGMLQuantizationType as Q
-from gguf import quants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_core.api import CheckpointError
-from deepinfer_core.checkpoint import Checkpoint, PackedWeightSource, open_checkpoint
+from deepinfer_core.checkpoint import Checkpoint, open_checkpoint
 from deepinfer_core.checkpoint.gguf_file import GGUFFile
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -147,34 +146,6 @@ def test_every_tensor_has_its_hugging_face_name_and_shape(tmp_path: Path) -> Non
     weights = opened(tmp_path, "qwen3", model).weights
     described = {name: weights.describe(name).shape for name in weights.names()}
     assert described == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("name", [Q_PROJ, K_PROJ, "model.layers.0.self_attn.v_proj.weight"])
-def test_packed_rows_dequantise_to_the_loaded_tensor(tmp_path: Path, llama: torch.nn.Module, name: str) -> None:
-    weights = opened(tmp_path, "llama", llama, matrices=Q.Q4_1).weights
-    assert isinstance(weights, PackedWeightSource)
-    packed = weights.load_packed(name)
-    assert packed.qtype == "q4_1"
-    assert packed.data.dtype == np.uint8
-    assert packed.shape == weights.describe(name).shape
-    assert packed.data.shape == (packed.shape[0], 64 // 32 * 20)
-    assert torch.equal(torch.from_numpy(quants.dequantize(packed.data, Q.Q4_1)), weights.load(name))
-
-
-def test_packed_blocks_are_mapped_not_copied(tmp_path: Path, llama: torch.nn.Module) -> None:
-    weights = opened(tmp_path, "llama", llama, matrices=Q.Q4_1).weights
-    assert isinstance(weights, PackedWeightSource)
-    data = weights.load_packed("model.layers.0.mlp.up_proj.weight").data
-    assert not data.flags.owndata
-    assert not data.flags.writeable
-
-
-def test_packed_float32_is_its_bytes(tmp_path: Path, llama: torch.nn.Module) -> None:
-    weights = opened(tmp_path, "llama", llama).weights
-    assert isinstance(weights, PackedWeightSource)
-    packed = weights.load_packed("model.norm.weight")
-    assert packed.qtype == "f32"
-    assert packed.data.tobytes() == weights.load("model.norm.weight").numpy().tobytes()
 
 
 def test_qwen3_rows_are_left_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from checkpoint_support import write_directory, write_json
 
 from deepinfer_core.api import CheckpointError
-from deepinfer_core.checkpoint import PackedWeightSource, open_checkpoint
+from deepinfer_core.checkpoint import open_checkpoint
 
 A = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 B = torch.arange(4, dtype=torch.int64)
@@ -137,11 +137,6 @@ def test_unknown_tensor(tmp_path: Path) -> None:
         weights.describe("z")
     with pytest.raises(CheckpointError, match="no tensor 'z'"):
         weights.load("z")
-
-
-def test_safetensors_are_not_packed(tmp_path: Path) -> None:
-    write_directory(tmp_path, {"model.safetensors": {"a": A}})
-    assert not isinstance(open_checkpoint(tmp_path).weights, PackedWeightSource)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 20, -3])

@@ -26,13 +26,6 @@ class Fp8Weight:
     bias: torch.Tensor | None
 
 
-def block_of(weight_dtype: str) -> tuple[int, int] | None:
-    """Rows and columns of a block in ``"fp8:e4m3:128x128"``; None of any other format."""
-    format, _, block = weight_dtype.rpartition(":")
-    rows, _, columns = block.partition("x")
-    return (int(rows), int(columns)) if format == "fp8:e4m3" and rows.isdigit() and columns.isdigit() else None
-
-
 def pack(
     request: LinearRequest, device: torch.device, weights: Sequence[WeightPart], bias: torch.Tensor | None
 ) -> Fp8Weight:
