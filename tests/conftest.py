@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Processes side by side have a thread each, their engines and children too: more would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import structlog
 import torch
 
