@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PARTS = {"peer_process.py", "gpu_plots.py"}
-"""Programs that measure nothing: one side of a comparison, and drawings of kept results."""
+PARTS = {"peer_process.py", "gpu_plots.py", "gpu_fp8.py", "gpu_sampling.py"}
+"""Programs that measure nothing alone: a side of a comparison, drawings of kept results, parts of gpu_ops.py."""
 
 BENCHMARKS = sorted(
     path.name
@@ -45,14 +46,16 @@ def test_help_names_both_options(
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_make_bench_runs_it(name: str) -> None:
     """The target takes whatever names the option as the parsers do."""
-    assert "grep -l '\"--quick\"' benchmarks/*.py" in (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
+    makefile = (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
+    assert "grep -l '\"--quick\"' benchmarks/*.py" in makefile
+    assert "--quick || [ $$? -eq 3 ] || exit 1" in makefile
     assert '"--quick"' in (FOLDER / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_last_line_is_an_object(name: str, tmp_path: Path) -> None:
-    """Without an accelerator those that need one say that they measured nothing, in the same way."""
+    """Without an accelerator those that need one say so in a line and end with a code that ``make bench`` knows."""
     done = subprocess.run(
         [sys.executable, str(FOLDER / name), "--quick", "--json"],
         cwd=tmp_path,
@@ -62,6 +65,11 @@ def test_the_last_line_is_an_object(name: str, tmp_path: Path) -> None:
         timeout=1800,
         check=False,
     )
+    if name.startswith("gpu_") and not torch.cuda.is_available():
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"{name.removesuffix('.py')}: needs a GPU")
+        return
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(answer, dict)
