@@ -26,7 +26,7 @@ import torch
 import triton
 from deepinfer_nvidia_sm100 import tables
 from deepinfer_nvidia_sm100.fp8_tuning import HOPPER
-from deepinfer_nvidia_sm100.ops import dependent
+from deepinfer_nvidia_sm100.ops import dependent, paged_attention
 from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
@@ -91,6 +91,7 @@ def compile_only(capability: int) -> list[Any]:
 
     JITFunction.run = run
     tables.architecture = lambda device: f"sm_{capability}"
+    paged_attention._multiprocessors = lambda device: {90: 132, 100: 148}[capability]  # contexts are split as there
     dependent.dependent = lambda tensor: {"DEPENDENT": True, "launch_pdl": True}
     return compiled
 
@@ -269,6 +270,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode": lambda: attention([1] * 7, 4000),
     "decode many": lambda: attention([1] * 300, 4000),
     "decode float32": lambda: attention([1] * 7, 4000, dtype="float32", cache_dtype="float32"),
+    "decode drafts": lambda: attention([4] * 3, 4000),
     "decode window": lambda: attention([1] * 7, 4000, window=1024),
     "prompt": lambda: attention([1, 2000], 2000),
     "prompt float32": lambda: attention([2000], 2000, dtype="float32", cache_dtype="float32"),

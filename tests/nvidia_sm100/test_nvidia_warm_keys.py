@@ -51,6 +51,7 @@ def test_no_request_compiles_a_kernel(
 
     dense("qwen3").float().save_pretrained(tmp_path)
     monkeypatch.setattr(warmup, "TOGETHER", 2)
+    monkeypatch.setattr(warmup, "LENGTHS", (1, 5, 40, 70))
     config = {
         "plugins.paths": plugin_paths(),
         "kv_cache.num_blocks": 65,
@@ -71,12 +72,15 @@ def test_no_request_compiles_a_kernel(
             warmup.run(llm, batch)
         run_tables(llm)
     with recorded_launches() as later, opened() as llm:
-        for fields in KINDS.values():
-            for count in (1, 3):
-                prompts = [[rng.randrange(128) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
-                params = SamplingParams(max_tokens=2, ignore_eos=True, **fields)
-                assert not any(o.error for o in llm.generate(prompts, params, progress=False))
-        for length in (1, 2, 16, 17, 64, 127, 128, 129, 200):
-            llm.generate([[3] * length], SamplingParams(temperature=0, max_tokens=2), progress=False)
+
+        def generate(prompts: list[list[int]], params: Any) -> None:
+            assert not any(o.error for o in llm.generate(prompts, params, progress=False))
+
+        kinds = [SamplingParams(max_tokens=2, ignore_eos=True, **fields) for fields in KINDS.values()]
+        for params in kinds:
+            generate([[rng.randrange(128) for _ in range(rng.randrange(1, 9))]], params)
+        generate([[rng.randrange(128)] * rng.randrange(1, 12) for _ in kinds], rng.sample(kinds, len(kinds)))
+        for length in (2, 16, 17, 64, 128):
+            generate([[3] * length], SamplingParams(temperature=0, max_tokens=2))
     assert len(later) > 15
     assert sorted(later - warm) == []
