@@ -141,7 +141,8 @@ class DraftStep:
             ``anchor + offset``.
         choose: ``(scores [R, V] float32, j)`` -> ``(tokens [R], scores [R, V] | None)``: draws draft j as its request
             samples (temperature, filters, penalties), with the target's own noise under the exact rule; the scores are
-            what to give back in ``Proposal.scores``, None while no row of the step needs them. j counts from 0.
+            what to give back in ``Proposal.scores``, None while no row of the step needs them. j counts from 0. Scores
+            narrower than the target's logits say nothing of the ids beyond, which are then not drafted.
     """
 
     state: SamplingState

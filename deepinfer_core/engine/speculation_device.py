@@ -113,6 +113,7 @@ class DraftRuntime:
         keep: Callable[[torch.Tensor], torch.Tensor],
         depth: int,
         token_limit: int,
+        vocab_size: int,
         slots: int,
         always_judge: bool,
         schedule: DraftSchedule | None,
@@ -123,6 +124,7 @@ class DraftRuntime:
         self.keep = keep
         self.depth = depth
         self.token_limit = token_limit
+        self.vocab_size = vocab_size
         self.failures = 0
         self.absorb_seconds = 0.0
         self._state = state
@@ -362,6 +364,8 @@ class DraftRuntime:
             active=active,
             max_position=highest + 1 + j,
         )
+        if (lacking := self.vocab_size - scores.shape[1]) > 0:
+            scores = torch.nn.functional.pad(scores, (0, lacking), value=float("-inf"))
         processed = self._sampler.process(scores.to(torch.float32), batch)
         tokens = self._sampler.draw(processed, batch)
         if rejects is not None:

@@ -73,6 +73,7 @@ def open_speculation(
         keep=getattr(module, "keep", torch.clone),
         depth=depth,
         token_limit=runner.token_limit,
+        vocab_size=runner.vocab_size,
         slots=planner.slots.slots,
         always_judge=config.speculation.verify == "rejection",
         schedule=schedule,
