@@ -15,6 +15,7 @@ from deepinfer_core.api import (
     LayerCache,
     Model,
     ModelContext,
+    PlanError,
 )
 from deepinfer_core.checkpoint import Checkpoint, check_tensors
 from deepinfer_core.plugins import OpTable, WrapOp, freeze
@@ -79,7 +80,8 @@ def build_engine(
     try:
         return _build(planned, checkpoint, tokenizer, progress, clock, wrap_op)
     except Exception as error:
-        if not planned.device.is_out_of_memory(error):
+        cause = error.__cause__ if isinstance(error, PlanError) else error  # building an operator wraps what it raised
+        if cause is None or not planned.device.is_out_of_memory(cause):
             raise
         raise DeviceError(_no_room(planned, checkpoint)) from error
 

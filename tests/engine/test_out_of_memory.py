@@ -128,6 +128,10 @@ def test_weights_and_caches_that_do_not_fit_are_one_line(
         with pytest.raises(DeviceError, match=r"recording: out of memory while the engine starts.*smaller model"):
             opened(checkpoint)
     with monkeypatch.context() as patched:
+        patched.setattr(recording_device, "build", no_room)
+        with pytest.raises(DeviceError, match=r"recording: out of memory while the engine starts"):
+            opened(checkpoint)
+    with monkeypatch.context() as patched:
         patched.setattr("torch.zeros", no_room)
         with pytest.raises(ConfigError, match=r"kv_cache: 120 blocks take .* lower kv_cache.num_blocks"):
             opened(checkpoint)

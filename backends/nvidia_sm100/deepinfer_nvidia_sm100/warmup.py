@@ -18,7 +18,9 @@ import click
 
 from deepinfer_core.api import CommandHost, ConfigError, DeviceError
 
-LENGTHS = (1, 5, 40, 70, 250, 700, 2048)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Most rows of a product, by which its tile is chosen: of a step's, and of the logits', whose rows are its requests."""
+LENGTHS = (*ROWS, 5, 40, 70, 250, 700, 2048)
 """Tokens of the prompts: steps of few and of many rows, block tables of one, of some and of sixteen blocks."""
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -49,8 +51,11 @@ def batches(host: CommandHost, longest: int) -> Iterator[Batch]:
     room = longest - NEW_TOKENS
     for length in dict.fromkeys(min(length, room) for length in LENGTHS):
         yield f"a prompt of {length}", [[3] * length], [greedy]
-    mixed = [[3] * min(length, room) for length in (9, 130, 1, 33)]
-    yield "prompts together", mixed, [greedy] * len(mixed)
+    for lengths in ((9, 130, 1, 33), (1, 3, 8, 2)):
+        mixed = [[3] * min(length, room) for length in lengths]
+        yield "prompts together", mixed, [greedy] * len(mixed)
+    for count in ROWS:
+        yield f"{count} together", [[3, 4, 5]] * count, [greedy] * count
     for name, fields in SAMPLING.items():
         params = host.sampling_params(max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
         for count in (1, TOGETHER):
