@@ -154,7 +154,7 @@ def cost_key(planned: PlannedEngine, checkpoint: Checkpoint) -> dict[str, str]:
         "context": str(PROBE_CONTEXT),
         "architecture": planned.spec.architecture,
         "dtype": planned.spec.dtype,
-        "device": f"{plan.accelerator} {plan.device.get('arch', '')}",
+        "device": f"{plan.accelerator} {plan.device.get('arch', '')}: {plan.device.get('evidence', '')}",
         "threads": str(planned.device.num_threads),
         "core": plan.core,
         "torch": torch.__version__,

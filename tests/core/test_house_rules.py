@@ -151,6 +151,42 @@ def test_the_vendor_word_test_can_fail(source: str, found: set[str]) -> None:
     assert vendor_words(source) == found
 
 
+def vendor_calls(source: str) -> set[str]:
+    """Devices' own parts of torch that a file reaches: streams, graphs, memory of one vendor."""
+    tree = ast.parse(source)
+    parts = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            parts |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torch.")}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            parts |= {*node.module.split(".")[1:2], *(alias.name for alias in node.names)}
+    return parts & {"cuda", "npu", "xpu", "mps", "musa"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", {"cuda"}),
+        ("from torch.cuda import CUDAGraph", {"cuda"}),
+        ("from torch import npu", {"npu"}),
+        ("import torch.cuda.graphs", {"cuda"}),
+        ("import torch\ntorch.cumsum(x, 0)", set()),
+    ],
+)
+def test_the_vendor_call_test_can_fail(source: str, found: set[str]) -> None:
+    assert vendor_calls(source) == found
+
+
+def test_no_vendor_is_called_outside_of_its_backend() -> None:
+    """Streams, graphs and memory are the device's. Training scripts are no part of an engine."""
+    folders = [CORE, ROOT / "examples", *(f for f in external_packages() if f.parents[1].name != "backends")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    assert len(files) > 150
+    assert {file.name: found for file in files if (found := vendor_calls(file.read_text(encoding="utf-8")))} == {}
+
+
 def test_the_core_has_no_vendor_word() -> None:
     wrong = {str(f.relative_to(ROOT)): w for f in FILES if (w := vendor_words(f.read_text(encoding="utf-8")))}
     assert wrong == {}

@@ -32,13 +32,15 @@ HERE = "toys.device_drafters"
 class DeviceSettings:
     """``right``: drafts that are right, from the first; -1: another number each time. ``vocab``: wrong ones are below.
 
-    ``certain``: with one-hot drafts; otherwise with a distribution that ``choose`` drew from.
+    ``certain``: with one-hot drafts; otherwise with a distribution that ``choose`` drew from. ``gap``: the number of a
+    draft that is no token.
     """
 
     right: int = ALL
     vocab: int = 64
     seed: int = 0
     every: int = 0
+    gap: int = ALL
     certain: bool = True
     confidence: Literal["none", "zero", "one", "nan", "random"] = "none"
 
@@ -81,6 +83,7 @@ class Told:
 
     def propose(self, step: DraftStep) -> Proposal:
         drafts = torch.tensor([self._row(step, i) for i in range(len(step.host_anchors))], device=step.slots.device)
+        drafts[:, self.settings.gap : self.settings.gap + 1] = -1
         confidence = self._confidence(drafts)
         if self.settings.certain:
             return Proposal(tokens=drafts, confidence=confidence)

@@ -1,0 +1,46 @@
+"""What a cost table on disk holds for: another machine, model or version measures anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from speculating import drafting
+from toys.checkpoints import open_toy, write_toy
+
+from deepinfer_core.checkpoint import open_checkpoint
+from deepinfer_core.engine.speculation_start import cost_key
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    directory = write_toy(tmp_path_factory.mktemp("toy"), "Count")
+    llm = open_toy(directory, **drafting("told"))
+    llm.close()
+    return llm.engine.planned, directory
+
+
+def key(planned: Any, directory: Path, **changes: Any) -> dict[str, str]:
+    with open_checkpoint(str(directory)) as checkpoint:
+        return cost_key(attrs.evolve(planned, plan=attrs.evolve(planned.plan, **changes)), checkpoint)
+
+
+def test_everything_that_changes_costs_is_in_the_key(planned: tuple[Any, Path], tmp_path: Path) -> None:
+    engine, directory = planned
+    first, plan = key(engine, directory), engine.plan
+    assert key(engine, directory) == first
+    other_machine = {**plan.device, "evidence": "/dev/acme0, Acme 2, driver 3.1"}
+    other_plugin = (attrs.evolve(plan.plugins[0], version="9.9"), *plan.plugins[1:])
+    other_operator = (attrs.evolve(plan.choices[0], provider="acme:fast"), *plan.choices[1:])
+    found = [
+        key(engine, directory, device=other_machine),
+        key(engine, directory, device={**plan.device, "arch": "sm_999"}),
+        key(engine, directory, core="9.9"),
+        key(engine, directory, plugins=other_plugin),
+        key(engine, directory, choices=other_operator),
+        key(engine, write_toy(tmp_path / "other", "Count")),
+    ]
+    assert len({tuple(sorted(each.items())) for each in [first, *found]}) == 1 + len(found)
+    assert plan.device["evidence"] in first["device"]
