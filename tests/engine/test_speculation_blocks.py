@@ -184,6 +184,20 @@ def test_tiny_pools(toy_llm: ToyLLM, groups: dict[str, int | None], num_blocks: 
     assert_clean(llm)
 
 
+@pytest.mark.parametrize("right", [0, 2, 99])
+def test_blocks_of_rejected_drafts_are_given_back(toy_llm: ToyLLM, right: int) -> None:
+    """After each step a request owns what its own tokens fill."""
+    llm = toy_llm("PrefixHash", **drafting("toy", knows="hash", depth=8, right=right), kv_cache__prefix_cache=False)
+    core, slots = llm.engine.core, llm.engine.core.planner.slots
+    requests = [llm.engine.intake.request(str(i), p, greedy(25), now=0.0, stream=False) for i, p in enumerate(PROMPTS)]
+    core.add(requests)
+    while core.has_unfinished:
+        core.step()
+        cache = core.planner.cache
+        owned = sum(cache.blocks_for(int(slots.computed[slot])) for slot in slots.running.tolist())
+        assert cache.total_blocks - cache.free_blocks == owned
+
+
 def test_drafts_preempt_nobody_in_their_step(toy_llm: ToyLLM) -> None:
     """Whoever is preempted makes room for tokens that are due; drafts take free blocks, or none."""
     rng = random.Random(4)

@@ -175,7 +175,7 @@ def test_the_engine_by_rejection(tmp_path: Path, certain: bool, schedule: str, a
         speculation__verify="rejection",
         speculation__schedule=schedule,
         plugins__device_drafters__certain=certain,
-        plugins__device_drafters__right=0,  # so that the drafts of a step differ, and with them their distributions
+        plugins__device_drafters__right=1,  # so that the drafts of a step differ, and with them their distributions
         plugins__device_drafters__vocab=5,
         plugins__device_drafters__confidence="random",
         scheduling__async_scheduling=ahead,

@@ -151,8 +151,13 @@ def test_shipped_drafters(tmp_path: Path, drafter: str, ahead: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path, temperature: float, ahead: bool) -> None:
-    """So its caches hold what they must: after prompts in chunks, prefix hits, rejections of none, and preemption."""
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.6, "presence_penalty": 0.8}], ids=["", "penalised"])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    tmp_path: Path, penalties: dict[str, float], temperature: float, ahead: bool
+) -> None:
+    """So its caches hold what they must: after prompts in chunks, prefix hits, rejections of none, and preemption.
+
+    Penalties count the drafts before a draft."""
     directory = write_toy(tmp_path / "toy", "PrefixHash", groups={"full": None, "near": 6})
     settings = drafting("draft_model", depth=4, plugins__spec_decode__draft_model=str(directory))
     options = {
@@ -162,7 +167,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path, temperat
     }
     plain, fast = pair(directory, settings, **options)
     prompts = [[*range(9), i, *range(i)] for i in range(8)]
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=21)
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=21, **penalties)
     for _ in range(2):
         check_same(plain, fast, prompts, params)
     speculator = fast.engine.core.speculator
