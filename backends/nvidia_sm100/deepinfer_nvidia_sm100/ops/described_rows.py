@@ -17,10 +17,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dependent import take_turn
+from .normed_rows import add_tile, norm_scale, row_squares
 from .starting import starter
 
 
-@triton.jit(do_not_specialize=["M", "splits"])
+@triton.jit(do_not_specialize=["M", "splits", "parts", "eps"])
 def described_rows_kernel(
     x,
     weight,
@@ -33,9 +34,16 @@ def described_rows_kernel(
     K,
     splits,
     length,
+    residual,
+    norm_weight,
+    squares,
+    parts,
+    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -48,16 +56,23 @@ def described_rows_kernel(
     first_row = tl.program_id(2) * BLOCK_M
     low = split * length
     high = tl.minimum(low + length, K)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = first_row + tl.arange(0, BLOCK_M)
+    place = row[None, :].to(tl.int64) * N + column[:, None]
+    mask = (column < N)[:, None] & (row < M)[None, :]
+    if ADD:
+        factor = tl.load(norm_weight + column, mask=column < N, other=0.0).to(tl.float32)  # no kernel writes it
     take_turn(DEPENDENT)
+    # Asked for before the product, so that nothing waits for them behind it.
+    if ADD:
+        before = tl.load(residual + place, mask=mask, other=0.0)
+    if PARTS:
+        found = row_squares(squares, row, row < M, M, parts, PARTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(low, high, BLOCK_K):
         left = weight.load([tile * BLOCK_N, k])
         right = x.load([first_row, k])
         acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = first_row + tl.arange(0, BLOCK_M)
-    place = row[None, :].to(tl.int64) * N + column[:, None]
-    mask = (column < N)[:, None] & (row < M)[None, :]
     last = True
     if SPLIT:
         size = M.to(tl.int64) * N
@@ -71,12 +86,19 @@ def described_rows_kernel(
                 acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(counter, 0)
     if last:
-        if BIAS:
-            acc += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+        if PARTS:
+            acc *= norm_scale(found, K, eps)[None, :]
+        if ADD:
+            add_tile(
+                out, residual, factor, squares, acc, before, bias, tile, row, row < M, column, column < N, M, N, BIAS
+            )
+        else:
+            if BIAS:
+                acc += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "limit"])
+@triton.jit(do_not_specialize=["M", "limit", "parts", "eps"])
 def described_gated_kernel(
     x,
     weight,
@@ -86,9 +108,13 @@ def described_gated_kernel(
     WIDTH,
     K,
     limit,
+    squares,
+    parts,
+    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     LIMITED: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -100,7 +126,11 @@ def described_gated_kernel(
     half: tl.constexpr = BLOCK_N // 2
     tile = tl.program_id(0) * half
     first_row = tl.program_id(2) * BLOCK_M
+    column = tile + tl.arange(0, half)
+    row = first_row + tl.arange(0, BLOCK_M)
     take_turn(DEPENDENT)
+    if PARTS:
+        found = row_squares(squares, row, row < M, M, parts, PARTS)  # asked for before the product
     gate = tl.zeros((half, BLOCK_M), tl.float32)
     up = tl.zeros((half, BLOCK_M), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -109,9 +139,11 @@ def described_gated_kernel(
         rows = x.load([first_row, k])
         gate = tl.dot(gates, rows.T, gate, input_precision=PRECISION)
         up = tl.dot(ups, rows.T, up, input_precision=PRECISION)
-    column = tile + tl.arange(0, half)
-    row = first_row + tl.arange(0, BLOCK_M)
     inside = column < WIDTH  # rows past the gate's are those of the other half
+    if PARTS:
+        factor = norm_scale(found, K, eps)
+        gate *= factor[None, :]
+        up *= factor[None, :]
     if BIAS:
         gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + WIDTH + column, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -149,6 +181,8 @@ def launch_described(
     gated: bool,
     limit: float | None,
     rounded: bool,
+    normed: tuple[Any, ...],
+    flags: dict[str, Any],
     length: int,
     options: dict[str, Any],
     compile_only: bool,
@@ -174,13 +208,13 @@ def launch_described(
         width = columns // 2
         clamp = 0.0 if limit is None else limit
         run(
-            rows, halves, some, out, x.shape[0], width, inner, clamp,
+            rows, halves, some, out, x.shape[0], width, inner, clamp, *normed[2:], PARTS=flags["PARTS"],
             LIMITED=limit is not None, ROUNDED=rounded, **common,
         )  # fmt: skip
     else:
         whole = described(weight, tile.block_n, tile.block_k)
         split = tile.splits > 1
         run(
-            rows, whole, some, out, partial, arrived, x.shape[0], columns, inner, tile.splits, length,
-            SPLIT=split, **common,
+            rows, whole, some, out, partial, arrived, x.shape[0], columns, inner, tile.splits, length, *normed,
+            SPLIT=split, **flags, **common,
         )  # fmt: skip

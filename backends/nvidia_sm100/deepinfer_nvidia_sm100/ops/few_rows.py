@@ -19,6 +19,7 @@ import triton.language as tl
 
 from .dependent import dependent, take_turn
 from .described_rows import describable, launch_described
+from .normed_rows import Add, Scale, add_tile, arguments, norm_scale, row_squares
 from .starting import starter
 
 UNIT = 128
@@ -52,7 +53,7 @@ def store_tile(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=column_mask[:, None] & row_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "splits", "limit"])
+@triton.jit(do_not_specialize=["M", "splits", "limit", "parts", "eps"])
 def few_rows_kernel(
     x,
     weight,
@@ -67,9 +68,16 @@ def few_rows_kernel(
     splits,
     length,
     limit,
+    residual,
+    norm_weight,
+    squares,
+    parts,
+    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -98,7 +106,18 @@ def few_rows_kernel(
     weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
     inputs = x + row[None, :] * x_stride + inner[:, None]
     row_mask = row < M
+    if ADD:
+        factor = tl.load(norm_weight + column, mask=column_mask, other=0.0).to(tl.float32)  # no kernel writes it
     take_turn(DEPENDENT)
+    # Asked for before the product, so that nothing waits for them behind it.
+    if ADD:
+        before = tl.load(
+            residual + (row[None, :].to(tl.int64) * N + column[:, None]),
+            mask=column_mask[:, None] & row_mask[None, :],
+            other=0.0,
+        )
+    if PARTS:
+        found = row_squares(squares, row, row_mask, M, parts, PARTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(low, high, BLOCK_K):
         if EVEN_K:
@@ -123,12 +142,26 @@ def few_rows_kernel(
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for part in range(splits):
                 acc += tl.load(partial + part * size + place, mask=mask, other=0.0, cache_modifier=".cg")
-            store_tile(
-                out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
-                BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED, ROUNDED,
-            )  # fmt: skip
+            if PARTS:
+                acc *= norm_scale(found, K, eps)[None, :]
+            if ADD:
+                add_tile(
+                    out, residual, factor, squares, acc, before, bias, tile, row, row_mask, column, column_mask, M, N,
+                    BIAS,
+                )  # fmt: skip
+            else:
+                store_tile(
+                    out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
+                    BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED, ROUNDED,
+                )  # fmt: skip
             tl.store(counter, 0)
+    elif ADD:
+        add_tile(
+            out, residual, factor, squares, acc, before, bias, tile, row, row_mask, column, column_mask, M, N, BIAS
+        )
     else:
+        if PARTS:
+            acc *= norm_scale(found, K, eps)[None, :]
         store_tile(
             out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
             BLOCK_N, BLOCK_M, BIAS, GATED, LIMITED, ROUNDED,
@@ -178,6 +211,8 @@ def launch(
     gated: bool = False,
     limit: float | None = None,
     rounded: bool = False,
+    add: Add | None = None,
+    scale: Scale | None = None,
     compile_only: bool = False,
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``; ``arrived`` holds a zero for each tile of out.
@@ -188,6 +223,7 @@ def launch(
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
+    normed, flags = arguments(add, scale, out)
     if tile.described and describable(x) and describable(weight):
         launch_described(
             x,
@@ -200,6 +236,8 @@ def launch(
             gated=gated,
             limit=limit,
             rounded=rounded,
+            normed=normed,
+            flags=flags,
             length=part_length(inner, tile.splits, tile.block_k),
             options=options,
             compile_only=compile_only,
@@ -220,9 +258,11 @@ def launch(
         tile.splits,
         part_length(inner, tile.splits, tile.block_k),
         0.0 if limit is None else limit,
+        *normed,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
+        **flags,
         SPLIT=tile.splits > 1,
         EVEN_N=columns % tile.block_n == 0,
         EVEN_K=inner % tile.block_k == 0,
