@@ -7,6 +7,12 @@ from .attention import (
     WriteKV,
     WriteKVRequest,
 )
+from .between_attention import (
+    BetweenAttention,
+    BetweenAttentionRequest,
+    BetweenPart,
+    BetweenWeights,
+)
 from .commands import (
     CommandHost,
     CommandInfo,
@@ -232,6 +238,10 @@ __all__ = [
     "AttentionInputsRequest",
     "BatchedLinear",
     "BatchedLinearRequest",
+    "BetweenAttention",
+    "BetweenAttentionRequest",
+    "BetweenPart",
+    "BetweenWeights",
     "BuildContext",
     "CacheEntry",
     "CacheGroupSpec",

@@ -34,7 +34,8 @@ class Region:
     Attributes:
         request: of a ``fused.*`` operator.
         replaces: slots of ``ModelSpec.ops`` that it takes the place of. A slot is left out of the operator table when
-            every region that lists it was chosen.
+            every region that lists it was chosen. A region listed behind this one, all of whose slots are among these,
+            is one of its parts too: it is not used where this one is.
         beside: its parts stay in the table, since the region serves some steps and they the others.
     """
 

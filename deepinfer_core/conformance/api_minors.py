@@ -9,6 +9,10 @@ ADDED: Mapping[tuple[int, int], frozenset[str]] = {
         {
             "AttentionInputs",
             "AttentionInputsRequest",
+            "BetweenAttention",
+            "BetweenAttentionRequest",
+            "BetweenPart",
+            "BetweenWeights",
             "CapturesGraphs",
             "CommandHost",
             "CompiledConstraint",

@@ -14,12 +14,12 @@ import attrs
 import torch
 
 from deepinfer_core.api import (
-    AttentionInputsRequest,
+    BetweenPart,
+    BetweenWeights,
     CacheEntry,
     CacheGroupSpec,
     ConfigError,
     EmbeddingRequest,
-    GatedLinearRequest,
     LinearRequest,
     ModelBatch,
     ModelContext,
@@ -27,7 +27,6 @@ from deepinfer_core.api import (
     ModelSpec,
     OpRequest,
     PagedAttentionRequest,
-    Region,
     RmsNormRequest,
     RopeRequest,
     SwigluRequest,
@@ -35,7 +34,9 @@ from deepinfer_core.api import (
     WriteKVRequest,
 )
 
+from .between_parts import BetweenByParts
 from .config_fields import one_of, real, rope_fields, whole
+from .dense_regions import dense_regions
 
 LayerKind = Literal["full", "window"]
 
@@ -192,58 +193,21 @@ def _requests(c: DenseConfig, o: ModelOptions, max_model_len: int) -> dict[str, 
     return ops
 
 
-def _regions(c: DenseConfig, ops: Mapping[str, Any]) -> dict[str, Region]:
-    """What can take the place of some of ``ops``, with fields as there."""
-    merged, activation, rope = ops["gate_up"], ops["swiglu"], ops["rope"]
-    common = {"device_type": merged.device_type, "dtype": merged.dtype}
-    gated = GatedLinearRequest(
-        in_features=merged.in_features,
-        width=activation.width,
-        weight_dtype=merged.weight_dtype,
-        bias=merged.bias,
-        demands=merged.demands,
-        **common,
-    )
-    regions = {"gated_linear": Region(request=gated, replaces=("gate_up", "swiglu"))}
-    for kind in dict.fromkeys(c.kinds):
-        write = ops[f"write_kv_{kind}"]
-        inputs = AttentionInputsRequest(
-            cache_group=write.cache_group,
-            layer_kind=write.layer_kind,
-            q_heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            theta=rope.theta,
-            scaling=rope.scaling,
-            max_positions=rope.max_positions,
-            norm_eps=c.eps if c.qk_norm else None,
-            cache_dtype=write.cache_dtype,
-            block_size=write.block_size,
-            demands=write.demands,
-            **common,
-        )
-        parts = (*(("head_norm",) if c.qk_norm else ()), "rope", f"write_kv_{kind}")
-        regions[f"attention_inputs_{kind}"] = Region(request=inputs, replaces=parts)
-    return regions
-
-
 @attrs.frozen(kw_only=True)
 class DenseLayer:
-    """Weights and operators of one decoder layer. ``inputs`` and ``write_kv``: one is None, the other serves."""
+    """Weights and operators of one decoder layer. ``inputs`` and ``write_kv``: one is None, the other serves.
+
+    ``behind``: what its attention's result goes through, up to the next layer's queries, keys and values.
+    """
 
     kind: LayerKind
     cache_index: int
     inputs: Any
     write_kv: Any
     attention: Any
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    qkv: Any
-    out: Any
-    gate_up: Any
-    down: Any
+    behind: BetweenWeights
 
 
 class DenseModel:
@@ -256,10 +220,11 @@ class DenseModel:
         self.layers: list[DenseLayer] = parts["layers"]
         self.embedding_weight = parts["embedding"]
         self.head_weight = parts["head"]
-        self.final_norm: torch.Tensor = parts["norm"]
+        self.first_norm: torch.Tensor = parts["first_norm"]
+        self.first_qkv = parts["first_qkv"]
+        self.between = parts["between"]
         self._kinds = tuple(dict.fromkeys(config.kinds))
         self._rope = getattr(ops, "rope", None)
-        self._gated = getattr(ops, "gated_linear", None)
 
     @classmethod
     def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelSpec:
@@ -288,7 +253,7 @@ class DenseModel:
             hidden_size=c.hidden,
             cache_groups=groups,
             ops=ops,
-            regions=_regions(c, ops),
+            regions=dense_regions(c, ops),
             tensors=_tensors(c),
         )
 
@@ -305,19 +270,37 @@ class DenseModel:
         def vector(name: str) -> torch.Tensor:
             return read(name).to(context.device, dtype)
 
-        def linear(op: Any, prefix: str, names: tuple[str, ...], bias: bool) -> Any:
+        between: Any = getattr(ops, "between_attention", None) or BetweenByParts(ops)
+
+        def pack(part: BetweenPart, prefix: str, names: tuple[str, ...], bias: bool) -> Any:
             weights = [read(f"{prefix}{name}.weight") for name in names]
-            return op.prepare(weights, torch.cat([vector(f"{prefix}{n}.bias") for n in names]) if bias else None)
+            return between.prepare(
+                part, weights, torch.cat([vector(f"{prefix}{n}.bias") for n in names]) if bias else None
+            )
 
         embedding = read("model.embed_tokens.weight")
         parts: dict[str, Any] = {"embedding": ops.embedding.prepare(embedding)}
         parts["head"] = ops.head.prepare([embedding if c.tied else read("lm_head.weight")])
         del embedding
-        layers = parts["layers"] = []
-        gate_up = getattr(ops, "gated_linear", None) or ops.gate_up
-        seen = {"full": 0, "window": 0}
-        for index, kind in enumerate(c.kinds):
+        norms, inputs, rest = [], [], []
+        for index in range(c.layers):
             p = _prefix(index)
+            norms.append(vector(p + "input_layernorm.weight"))
+            inputs.append(pack("qkv", p + "self_attn.", ("q_proj", "k_proj", "v_proj"), c.attention_bias))
+            rest.append(
+                {
+                    "attention_out": pack("attention_out", p + "self_attn.", ("o_proj",), c.attention_bias),
+                    "norm": vector(p + "post_attention_layernorm.weight"),
+                    "gate_up": pack("gate_up", p + "mlp.", ("gate_proj", "up_proj"), c.mlp_bias),
+                    "down": pack("down", p + "mlp.", ("down_proj",), c.mlp_bias),
+                }
+            )
+        norms.append(vector("model.norm.weight"))
+        parts |= {"between": between, "first_norm": norms[0], "first_qkv": inputs[0]}
+        seen = {"full": 0, "window": 0}
+        layers = parts["layers"] = []
+        for index, kind in enumerate(c.kinds):
+            p = _prefix(index) + "self_attn."
             layers.append(
                 DenseLayer(
                     kind=kind,
@@ -325,18 +308,16 @@ class DenseModel:
                     inputs=getattr(ops, f"attention_inputs_{kind}", None),
                     write_kv=getattr(ops, f"write_kv_{kind}", None),
                     attention=getattr(ops, f"attention_{kind}"),
-                    input_norm=vector(p + "input_layernorm.weight"),
-                    post_norm=vector(p + "post_attention_layernorm.weight"),
-                    q_norm=vector(p + "self_attn.q_norm.weight") if c.qk_norm else None,
-                    k_norm=vector(p + "self_attn.k_norm.weight") if c.qk_norm else None,
-                    qkv=linear(ops.qkv, p + "self_attn.", ("q_proj", "k_proj", "v_proj"), c.attention_bias),
-                    out=linear(ops.attention_out, p + "self_attn.", ("o_proj",), c.attention_bias),
-                    gate_up=linear(gate_up, p + "mlp.", ("gate_proj", "up_proj"), c.mlp_bias),
-                    down=linear(ops.down, p + "mlp.", ("down_proj",), c.mlp_bias),
+                    q_norm=vector(p + "q_norm.weight") if c.qk_norm else None,
+                    k_norm=vector(p + "k_norm.weight") if c.qk_norm else None,
+                    behind=BetweenWeights(
+                        next_norm=norms[index + 1],
+                        next_qkv=inputs[index + 1] if index + 1 < c.layers else None,
+                        **rest[index],
+                    ),
                 )
             )
             seen[kind] += 1
-        parts["norm"] = vector("model.norm.weight")
         return cls(c, context.spec, ops, parts)
 
     def plan(self, batch: ModelBatch) -> dict[str, Any]:
@@ -362,25 +343,20 @@ class DenseModel:
         keep: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """What :meth:`forward` returns, and ``keep`` of the residual sums ``[T, hidden]`` leaving layers ``taps``."""
-        ops, gate, tapped = self.ops, self._gated, {}
-        residual = ops.embedding.run(batch.token_ids, self.embedding_weight)
-        x = ops.norm.run(residual, self.layers[0].input_norm)
+        tapped = {}
+        residual = self.ops.embedding.run(batch.token_ids, self.embedding_weight)
+        x = self.between.first(residual, self.first_norm, self.first_qkv)
         for index, layer in enumerate(self.layers):
-            x = self._attention(x, layer, batch, plan)
-            x, residual = ops.norm.add(x, residual, layer.post_norm)
-            gated = ops.swiglu.run(ops.gate_up.run(x, layer.gate_up)) if gate is None else gate.run(x, layer.gate_up)
-            x = ops.down.run(gated, layer.down)
-            last = index + 1 == len(self.layers)
-            x, residual = ops.norm.add(x, residual, self.final_norm if last else self.layers[index + 1].input_norm)
+            attended = self._attended(x, layer, batch, plan)
+            x, residual = self.between.run(attended, residual, layer.behind)
             if index in taps:
                 tapped[index] = keep(residual)  # the next layer may overwrite it
         return x, [tapped[index] for index in taps]
 
-    def _attention(self, x: torch.Tensor, layer: DenseLayer, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
+    def _attended(self, qkv: torch.Tensor, layer: DenseLayer, batch: ModelBatch, plan: dict[str, Any]) -> torch.Tensor:
         c, ops = self.config, self.ops
-        rows = x.shape[0]
+        rows = qkv.shape[0]
         cache = batch.caches[layer.kind][layer.cache_index]
-        qkv = ops.qkv.run(x, layer.qkv)
         if layer.inputs is not None:
             query = layer.inputs.run(qkv, cache, plan[f"inputs_{layer.kind}"], layer.q_norm, layer.k_norm)
         else:
@@ -390,9 +366,8 @@ class DenseModel:
                 query, key = ops.head_norm.run(query, layer.q_norm), ops.head_norm.run(key, layer.k_norm)
             query, key = ops.rope.run(query, plan["rope"]), ops.rope.run(key, plan["rope"])
             layer.write_kv.run(key, value, cache, batch.layouts[layer.kind])
-        attended = layer.attention.run(query, cache, plan[layer.kind])
-        out: torch.Tensor = ops.attention_out.run(attended.reshape(rows, c.heads * c.head_dim), layer.out)
-        return out
+        attended: torch.Tensor = layer.attention.run(query, cache, plan[layer.kind])
+        return attended.reshape(rows, c.heads * c.head_dim)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.ops.head.run(hidden, self.head_weight)

@@ -1,7 +1,8 @@
 """Which regions serve in place of their parts, or beside them.
 
 A region outranks its parts: it is chosen when a plugin's provider is eligible for it. Its parts serve when none is,
-when the user's list for it says ``"parts"`` before anything that can be met, or when that list names one of the parts.
+when the user's list for it says ``"parts"`` before anything that can be met, or when a list names one of the parts.
+A region whose parts are all among those of one before it is a part of that one, too.
 """
 
 from __future__ import annotations
@@ -48,23 +49,44 @@ def choose_regions(
     chosen: list[Choice] = []
     declined: list[Choice] = []
     replaced: dict[str, list[str]] = {}
+    inner = _inner(regions)
     for slot, region in regions.items():
         check_slot(slot)
         if slot in ops or not set(region.replaces) <= set(ops):
             raise PlanError(f"region {slot!r}: needs a slot of its own, and may replace operators of its model only")
+        outer = next((c.slot for c in chosen if slot in inner[c.slot]), None)
+        if outer is not None:
+            reason = f"a part of {outer}"
+            found = _declined(slot, region, ask_all(region.request, unique), reason, by_user=True)
+            declined.append(attrs.evolve(found, source="score"))
+            continue
         for part in () if region.beside else region.replaces:
             replaced.setdefault(part, []).append(slot)
-        choice = _decide(slot, region, ops, unique, user, backend_plugin)
+        parts = {part: ops[part] for part in region.replaces} | {s: regions[s].request for s in inner[slot]}
+        choice = _decide(slot, region, parts, unique, user, backend_plugin)
         (declined if choice.provider == PARTS else chosen).append(choice)
     serving = {choice.slot for choice in chosen}
     gone = {part for part, slots in replaced.items() if serving.issuperset(slots)}
     return ChosenRegions(chosen=tuple(chosen), declined=tuple(declined), left=frozenset(ops) - gone)
 
 
+def _inner(regions: Mapping[str, Region]) -> dict[str, tuple[str, ...]]:
+    """Slot of a region -> slots of the regions behind it that are parts of it."""
+    slots = list(regions)
+
+    def within(outer: Region, other: Region) -> bool:
+        return not outer.beside and not other.beside and set(other.replaces) <= set(outer.replaces)
+
+    return {
+        slot: tuple(later for later in slots[place + 1 :] if within(regions[slot], regions[later]))
+        for place, slot in enumerate(slots)
+    }
+
+
 def _decide(
     slot: str,
     region: Region,
-    ops: Mapping[str, OpRequest],
+    parts: Mapping[str, OpRequest],
     providers: Mapping[str, tuple[str, Provider]],
     user: Mapping[str, Sequence[str]],
     backend_plugin: str,
@@ -84,7 +106,7 @@ def _decide(
                 raise
             return _declined(slot, region, offers, str(error), by_user=True)
         return _declined(slot, region, offers, f"ops.{json.dumps(key)} says so", by_user=True)
-    named = next((k for part in region.replaces for k in keys_of(part, ops[part]) if k in user), None)
+    named = next((k for part, asked in parts.items() for k in keys_of(part, asked) if k in user), None)
     if named is not None:
         return _declined(slot, region, offers, f"ops.{json.dumps(named)} names a part", by_user=True)
     own = [o for o in offers if o.score is not None and not o.provider.fallback and not o.provider.on_request]

@@ -9,6 +9,9 @@ import torch
 
 from deepinfer_core.api import (
     AttentionInputsRequest,
+    BetweenAttentionRequest,
+    BetweenPart,
+    BetweenWeights,
     BuildContext,
     GatedLinearRequest,
     LayerCache,
@@ -76,6 +79,40 @@ class GatedLinear:
     def run(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         """``[M, in_features]`` -> ``[M, width]``."""
         return self._swiglu.run(self._linear.run(x, weight))
+
+
+class BetweenAttention:
+    """Product, residual sum, norm, gated layer, product, sum, norm, product."""
+
+    def __init__(self, request: BetweenAttentionRequest, context: BuildContext) -> None:
+        self._norm = RmsNorm(request.norm, context)
+        self._parts: dict[BetweenPart, Linear | GatedLinear] = {
+            "attention_out": Linear(request.attention_out, context),
+            "gate_up": GatedLinear(request.gated, context),
+            "down": Linear(request.down, context),
+            "qkv": Linear(request.qkv, context),
+        }
+
+    def prepare(
+        self, part: BetweenPart, weights: Sequence[WeightPart], bias: torch.Tensor | None = None
+    ) -> PackedLinear:
+        """As ``gemm.linear``'s."""
+        return self._parts[part].prepare(weights, bias)
+
+    def first(self, residual: torch.Tensor, norm: torch.Tensor, qkv: PackedLinear) -> torch.Tensor:
+        """``[T, hidden]`` -> ``[T, merged]``."""
+        return self._parts["qkv"].run(self._norm.run(residual, norm), qkv)
+
+    def run(
+        self, attended: torch.Tensor, residual: torch.Tensor, weights: BetweenWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, merged]``, or ``[T, hidden]`` behind the last layer; and the sum ``[T, hidden]``."""
+        parts = self._parts
+        x = parts["attention_out"].run(attended, weights.attention_out)
+        x, residual = self._norm.add(x, residual, weights.norm)
+        x = parts["down"].run(parts["gate_up"].run(x, weights.gate_up), weights.down)
+        x, residual = self._norm.add(x, residual, weights.next_norm)
+        return (x if weights.next_qkv is None else parts["qkv"].run(x, weights.next_qkv)), residual
 
 
 class SampleTokens:

@@ -8,6 +8,7 @@ from typing import Any
 from deepinfer_core.api import (
     STAGES,
     AttentionInputsRequest,
+    BetweenAttentionRequest,
     DeviceInfo,
     GatedLinearRequest,
     LazyRef,
@@ -114,6 +115,7 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
     return [
         _provider("attention_inputs", AttentionInputsRequest.op, "fused:AttentionInputs", caps, _supports_rope),
         _provider("gated_linear", GatedLinearRequest.op, "fused:GatedLinear", COMMON_CAPS),
+        _provider("between_attention", BetweenAttentionRequest.op, "fused:BetweenAttention", COMMON_CAPS),
         _provider("sample_tokens", SampleTokensRequest.op, "fused:SampleTokens", STATE_CAPS),
     ]
 

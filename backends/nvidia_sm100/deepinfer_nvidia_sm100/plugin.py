@@ -8,6 +8,7 @@ from typing import Any
 from deepinfer_core.api import (
     AppendTokensRequest,
     AttentionInputsRequest,
+    BetweenAttentionRequest,
     CommandInfo,
     DeviceInfo,
     EmbeddingRequest,
@@ -240,6 +241,14 @@ def _gated(request: GatedLinearRequest) -> Supports:
     return _floats(request)
 
 
+def _between(request: BetweenAttentionRequest) -> Supports:
+    if request.weight_dtype.startswith(("fp8:", "fp4:")):
+        return no(f"multiplies plain weights, not {request.weight_dtype}")
+    if request.dtype != "bfloat16":
+        return no(f"dtype {request.dtype}: rows times a norm's weight, not yet scaled, are sure to fit bfloat16 only")
+    return _norm(request.norm) and _floats(request)
+
+
 def _invariant_gated(request: GatedLinearRequest) -> Supports:
     return _fixed_order(_gated(request))
 
@@ -263,6 +272,9 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             _heads,
         ),
         _provider("gated_linear", GatedLinearRequest.op, "gated_linear:GatedLinear", CAPS, _gated),
+        _provider(
+            "between_attention", BetweenAttentionRequest.op, "between_attention:BetweenAttention", CAPS, _between
+        ),
         _provider(
             "fixed_order_gated_linear",
             GatedLinearRequest.op,

@@ -52,6 +52,11 @@ class Gated:
         self._width = request.width
         self._limit = request.limit
 
+    @property
+    def arrived(self) -> torch.Tensor:
+        """Zeros that the kernel counts with, for what runs in this operator's place."""
+        return self._linear.arrived
+
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
         """On the device, in the compute dtype."""
         return self._linear.prepare(weights, bias)

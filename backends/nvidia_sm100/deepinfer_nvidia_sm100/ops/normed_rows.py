@@ -1,9 +1,9 @@
-"""A norm between two products without a kernel of its own: the first product's end and the second's.
+"""A norm between two products without a kernel of its own: at the end of the first and at the end of the second.
 
-``norm(s) @ W.T`` is ``(s * g) @ W.T`` with every row of the result divided by the root of the row's mean square. So the
-product that makes the sums ``s`` writes ``s * g`` and, for each of its tiles, the sum of the squares of every row's
-elements; the one that reads them adds these up, some KB, and scales its results. Neither's inner loop is touched: with a
-norm at the beginning of the second, tiles of its rows are no longer copied straight to the matrix unit.
+``norm(s) @ W.T`` is ``(s * g) @ W.T`` with every row of the result divided by the root of that row's mean square. So
+the product that makes the sums ``s`` writes ``s * g`` and, for each of its tiles, the sum of the squares of every row's
+elements; the one that reads them adds these up, a few KB, and scales its results. Neither's inner loop is touched: with
+a norm at the beginning of the second, tiles of its rows are no longer copied straight to the matrix unit.
 """
 
 from __future__ import annotations
