@@ -32,16 +32,17 @@ BATCHES = (1, 8, 64, 256)
 PROMPT, STEPS = 512, 64
 HELD_CYCLES = 12_000_000
 """Of the device's clock: some six milliseconds, more than the host takes to launch a recorded step."""
-PARTS = {"fused.attention_inputs": ["parts"], "fused.gated_linear": ["parts"]}
+PARTS = {f"fused.{region}": ["parts"] for region in ("attention_inputs", "gated_linear", "between_attention")}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "synchronous": {"scheduling.async_scheduling": False},
     "graphs": {"scheduling.decode_graphs": False},
     "invariant": {"features.batch_invariant": True},
     "parts": {"ops": PARTS},
-    "inputs": {"ops": {"fused.gated_linear": ["parts"]}},
+    "inputs": {"ops": {region: PARTS[region] for region in ("fused.gated_linear", "fused.between_attention")}},
+    "norms": {"ops": {"fused.between_attention": ["parts"]}},
 }
 """What ``--variants`` names: the loop not one step ahead, no recorded steps, batch invariance, no regions, only the
-one before attention."""
+one before attention, norms as kernels of their own."""
 MIXED = (64, 512, 64, 2048, 128, 4096, 256, 1024)
 """Lengths of prompts, over and over, where contexts are mixed."""
 
@@ -276,10 +277,10 @@ class Session:
         return found
 
     def engine(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Everything about one way to set an engine up; a variant of it at one and at 64 requests only."""
+        """Everything about one way to set an engine up; a variant of it at one, 8 and 64 requests only."""
         engine = Engine(self._path, **settings)
         self.take(f"load{name}", lambda: {"seconds": engine.load_seconds})
-        batches = (1, 64) if name else BATCHES
+        batches = (1, 8, 64) if name else BATCHES
         if "decode" in self._only:
             for batch in batches:
                 self.take(f"decode {batch}{name}", partial(self._decode, engine, [PROMPT] * batch))
