@@ -60,11 +60,14 @@ def choose_regions(
             found = _declined(slot, region, ask_all(region.request, unique), reason, by_user=True)
             declined.append(attrs.evolve(found, source="score"))
             continue
-        for part in () if region.beside else region.replaces:
-            replaced.setdefault(part, []).append(slot)
         parts = {part: ops[part] for part in region.replaces} | {s: regions[s].request for s in inner[slot]}
         choice = _decide(slot, region, parts, unique, user, backend_plugin)
         (declined if choice.provider == PARTS else chosen).append(choice)
+        concerned = set() if region.beside else set(region.replaces)
+        if choice.provider == PARTS:  # of its parts, those of the regions within it are for these to say
+            concerned.difference_update(part for s in inner[slot] for part in regions[s].replaces)
+        for part in concerned:
+            replaced.setdefault(part, []).append(slot)
     serving = {choice.slot for choice in chosen}
     gone = {part for part, slots in replaced.items() if serving.issuperset(slots)}
     return ChosenRegions(chosen=tuple(chosen), declined=tuple(declined), left=frozenset(ops) - gone)

@@ -98,6 +98,36 @@ def test_a_part_of_two_regions_stays_until_both_are_chosen() -> None:
     assert both.left == {"out"}
 
 
+NESTED = {"wide": region("gate_up", "swiglu", "out"), "gated": region("gate_up", "swiglu")}
+
+
+def test_a_region_within_one_before_it_is_a_part_of_it() -> None:
+    found = decide([provider("fast")], NESTED)
+    assert [c.slot for c in found.chosen] == ["wide"]
+    (declined,) = found.declined
+    assert (declined.slot, declined.provider, declined.source) == ("gated", "parts", "score")
+    assert declined.reason == "a part of wide"
+    assert found.left == {"other_gate_up"}
+
+
+def test_a_region_within_one_that_is_refused_serves() -> None:
+    found = decide([provider("fast")], NESTED, user={"wide": ["parts"]})
+    assert [c.slot for c in found.chosen] == ["gated"]
+    assert found.left == {"other_gate_up", "out"}
+
+
+@pytest.mark.parametrize("wanted", ["acme:fast", "parts"])
+def test_whoever_names_the_region_within_gets_it(wanted: str) -> None:
+    found = decide([provider("fast")], NESTED, user={"gated": [wanted]})
+    assert [c.slot for c in found.chosen] == (["gated"] if wanted != "parts" else [])
+    assert found.declined[0].reason == 'ops."gated" names a part'
+
+
+def test_naming_both_regions_means_the_wider() -> None:
+    found = decide([provider("fast")], NESTED, user={"gated": ["acme"], "wide": ["acme"]})
+    assert [c.slot for c in found.chosen] == ["wide"]
+
+
 @pytest.mark.parametrize("key", ["gated", "fused.gated_linear"])
 def test_a_user_refuses_a_region(key: str) -> None:
     found = decide([provider("fast")], user={key: ["parts"]})

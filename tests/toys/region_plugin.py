@@ -1,4 +1,4 @@
-"""A plugin with both regions of the dense models, on the host; it counts its calls in ``CALLS``."""
+"""A plugin with the regions of the dense models, on the host; it counts its calls in ``CALLS``."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ class GatedLinear(Counted):
         return self._right.prepare(weights, bias)
 
 
+class BetweenAttention(Counted):
+    def prepare(self, part: Any, weights: Any, bias: Any = None) -> Any:
+        return self._right.prepare(part, weights, bias)
+
+    def first(self, residual: Any, norm: Any, qkv: Any) -> Any:
+        return self._right.first(residual, norm, qkv)
+
+
 @hookimpl
 def deepinfer_plugin() -> PluginInfo:
     return PluginInfo(name="region_plugin", help="regions that count")
@@ -55,5 +63,9 @@ def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:
             caps=caps,
             supports=lambda _: yes(500),
         )
-        for name, target in (("attention_inputs", "AttentionInputs"), ("gated_linear", "GatedLinear"))
+        for name, target in (
+            ("attention_inputs", "AttentionInputs"),
+            ("between_attention", "BetweenAttention"),
+            ("gated_linear", "GatedLinear"),
+        )
     ]
