@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "operators.quantise",
     ),
     "gemm": ("operators.gemm",),
-    "fused": ("operators.fused",),
+    "fused": ("operators.fused", "operators.between_attention"),
     "kv_layout": ("operators.kv_layout",),
     "attention": ("operators.attention_checks", "operators.sparse", "operators.compress"),
     "moe": ("operators.moe",),

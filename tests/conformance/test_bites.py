@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import attrs
-import broken_dense  # noqa: F401  registers its mutants
+import broken_between  # noqa: F401  registers its mutants
+import broken_dense  # noqa: F401
 import broken_sequence  # noqa: F401
 import pytest
 from broken import MUTANTS, broken_target

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_support import layout, operator
 
-from deepinfer_core.api import AttentionInputsRequest, GatedLinearRequest
+from deepinfer_core.api import AttentionInputsRequest, BetweenAttentionRequest, BetweenWeights, GatedLinearRequest
 
 HEADS, KV_HEADS, DIM, EPS, THETA = 6, 2, 8, 1e-5, 500.0
 
@@ -93,3 +93,39 @@ def test_gated_linear(bias: bool, limit: float | None) -> None:
         g, u = g.minimum(torch.tensor(limit)), u.maximum(torch.tensor(-limit)).minimum(torch.tensor(limit))
     torch.testing.assert_close(op.run(x, packed), g / (1 + torch.exp(-g)) * u)
     assert op.run(x[:0], packed).shape == (0, 7)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("bias", "limit"), [(False, None), (True, 0.3)])
+def test_between_attention(bias: bool, limit: float | None, last: bool) -> None:
+    request = BetweenAttentionRequest(
+        hidden=DIM, attended=6, width=7, merged=10, eps=EPS, dtype="float64", weight_dtype="float64",
+        attention_bias=bias, mlp_bias=bias, limit=limit,
+    )  # fmt: skip
+    op = operator(request)
+    shapes = {"attention_out": (DIM, 6), "gate_up": (14, DIM), "down": (DIM, 7), "qkv": (10, DIM)}
+    weights = {part: torch.randn(shape, dtype=torch.float64) for part, shape in shapes.items()}
+    offsets = {part: torch.randn(out, dtype=torch.float64) * bias for part, (out, _) in shapes.items()}
+    packed = {
+        part: op.prepare(part, [weight[:3], weight[3:]], offsets[part] if bias else None)
+        for part, weight in weights.items()
+    }
+    norms = [torch.randn(DIM, dtype=torch.float64) for _ in range(2)]
+    qkv = packed.pop("qkv")
+    given = BetweenWeights(norm=norms[0], next_norm=norms[1], next_qkv=None if last else qkv, **packed)
+
+    def times(x: torch.Tensor, part: str) -> torch.Tensor:
+        return x @ weights[part].T + offsets[part]
+
+    attended, residual = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, DIM, dtype=torch.float64)
+    total = residual + times(attended, "attention_out")
+    g, u = times(normed(total, norms[0]), "gate_up").split(7, 1)
+    if limit is not None:
+        g, u = g.minimum(torch.tensor(limit)), u.maximum(torch.tensor(-limit)).minimum(torch.tensor(limit))
+    total = total + times(g / (1 + torch.exp(-g)) * u, "down")
+    expected = normed(total, norms[1])
+    torch.testing.assert_close(op.first(total, norms[1], qkv), times(expected, "qkv"))
+    rows, found = op.run(attended, residual.clone(), given)
+    torch.testing.assert_close(found, total)
+    torch.testing.assert_close(rows, expected if last else times(expected, "qkv"))
+    assert op.run(attended[:0], residual[:0], given)[0].shape == (0, DIM if last else 10)
