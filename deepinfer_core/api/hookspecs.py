@@ -172,7 +172,8 @@ def deepinfer_runner_ops(device: DeviceInfo) -> Sequence[Provider]:  # type: ign
 @hookspec
 def deepinfer_fused(device: DeviceInfo) -> Sequence[Provider]:  # type: ignore[empty-body]
     """Providers of `fused.*` operators, regions that outrank their parts: `fused.attention_inputs` (norm of the heads,
-    rotary embedding, cache write), `fused.gated_linear` (merged product and gated activation) and
+    rotary embedding, cache write), `fused.gated_linear` (merged product and gated activation),
+    `fused.between_attention` (all of a layer but its attention, with the next layer's first product) and
     `fused.sample_tokens` (temperature, top-k, top-p and draw, in steps without another sampling stage). A region that
     no provider of yours is eligible for is served by its parts, so offer one only where it is faster. Users refuse one
     with `ops."fused.gated_linear" = ["parts"]`.

@@ -30,6 +30,7 @@ from deepinfer_nvidia_sm100.ops import dependent, paged_attention
 from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
+from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale
 from reference_support import batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -37,6 +38,8 @@ from triton.runtime.jit import JITFunction
 from deepinfer_core.api import (
     AppendTokensRequest,
     AttentionInputsRequest,
+    BetweenAttentionRequest,
+    BetweenWeights,
     EmbeddingRequest,
     GatedLinearRequest,
     InputIdsRequest,
@@ -167,6 +170,41 @@ def gated(rows: int) -> None:
     op.run(torch.empty((rows, HIDDEN), dtype=torch.bfloat16), op.prepare([weight]))
 
 
+def between(rows: int) -> None:
+    """Products with norms at their ends, with tiles by rule and with those of descriptors."""
+    request = BetweenAttentionRequest(
+        hidden=HIDDEN,
+        attended=HEADS * DIM,
+        width=INNER,
+        merged=(HEADS + 2 * KV_HEADS) * DIM,
+        eps=1e-6,
+        dtype="bfloat16",
+        weight_dtype="bfloat16",
+    )
+    op = operator(request)
+    half = torch.bfloat16
+    weights = BetweenWeights(
+        attention_out=op.prepare("attention_out", [torch.empty((HIDDEN, HEADS * DIM), dtype=half)]),
+        norm=torch.empty(HIDDEN, dtype=half),
+        gate_up=op.prepare("gate_up", [torch.empty((2 * INNER, HIDDEN), dtype=half)]),
+        down=op.prepare("down", [torch.empty((HIDDEN, INNER), dtype=half)]),
+        next_norm=torch.empty(HIDDEN, dtype=half),
+        next_qkv=op.prepare("qkv", [torch.empty((request.merged, HIDDEN), dtype=half)]),
+    )
+    op.run(torch.empty((rows, HEADS * DIM), dtype=half), torch.empty((rows, HIDDEN), dtype=half), weights)
+
+
+def between_by_descriptors() -> None:
+    x, out = torch.empty((64, HIDDEN), dtype=torch.bfloat16), torch.empty((64, HIDDEN), dtype=torch.bfloat16)
+    squares, arrived = torch.empty((40, 64)), torch.zeros(1, dtype=torch.int32)
+    weight = torch.empty((HIDDEN, HIDDEN), dtype=torch.bfloat16)
+    tile = Tile(block_n=64, block_m=64, block_k=128, splits=2, stages=4, warps=4, described=True)
+    launch(x, weight, None, out, tile, arrived, add=Add(out, out[0], squares))
+    launch(x, weight, None, out, tile, arrived, scale=Scale(squares, 40, 1e-6))
+    gate = Tile(block_n=128, block_m=64, block_k=64, splits=1, stages=4, warps=4, described=True)
+    launch(x, weight, None, out, gate, arrived, gated=True, scale=Scale(squares, 40, 1e-6))
+
+
 def fp8_linear(rows: int, out: int, inner: int, activations: str = "") -> None:
     stored = "fp8:e4m3:128x128"
     request = LinearRequest(
@@ -264,6 +302,9 @@ CASES: dict[str, Callable[[], None]] = {
     "fused": fused,
     "gated 1 row": lambda: gated(1),
     "gated 24 rows": lambda: gated(24),
+    "between 1 row": lambda: between(1),
+    "between 64 rows": lambda: between(64),
+    "between by descriptors": between_by_descriptors,
     "described rows": lambda: by_descriptors(False),
     "described gate": lambda: by_descriptors(True),
     "sampling": sampling,

@@ -95,6 +95,11 @@ def test_shapes_are_read_from_a_plan() -> None:
     assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {})
     choices.append(row("fused.gated_linear", width=30, in_features=64, dtype="bfloat16"))
     assert shapes_of(plan) == ({"100x64": (100, 64, "float32")}, {"60x64": (60, 64, "bfloat16")})
+    sizes = {"hidden": 32, "attended": 48, "width": 40, "merged": 56}
+    choices[:] = [row("fused.between_attention", dtype="bfloat16", **sizes)]
+    inner = ((32, 48), (80, 32), (32, 40), (56, 32))
+    products = {f"{n}x{k}": (n, k, "bfloat16") for n, k in inner}
+    assert shapes_of(plan) == (products, {"80x32": (80, 32, "bfloat16")})
     for wrong in ([], {"plan": 3}, {"plan": {"choices": 1}}):
         with pytest.raises(ConfigError, match="deepinfer explain"):
             shapes_of(wrong)

@@ -50,6 +50,11 @@ def shapes_of(plan: Any, *, invariant: bool = False) -> tuple[Shapes, Shapes]:
         elif choice["op"] == "fused.gated_linear":
             out, inner = 2 * int(request["width"]), int(request["in_features"])
             gated[f"{out}x{inner}"] = (out, inner, str(request["dtype"]))
+        elif choice["op"] == "fused.between_attention":
+            hidden, attended, width, merged = (int(request[n]) for n in ("hidden", "attended", "width", "merged"))
+            for out, inner in ((hidden, attended), (2 * width, hidden), (hidden, width), (merged, hidden)):
+                found[f"{out}x{inner}"] = (out, inner, str(request["dtype"]))
+            gated[f"{2 * width}x{hidden}"] = (2 * width, hidden, str(request["dtype"]))
     return found, gated
 
 
