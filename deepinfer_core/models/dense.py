@@ -360,7 +360,7 @@ class DenseModel:
         if layer.inputs is not None:
             query = layer.inputs.run(qkv, cache, plan[f"inputs_{layer.kind}"], layer.q_norm, layer.k_norm)
         else:
-            heads = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
+            heads: Any = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
             query, key, value = heads.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
             if layer.q_norm is not None:
                 query, key = ops.head_norm.run(query, layer.q_norm), ops.head_norm.run(key, layer.k_norm)
