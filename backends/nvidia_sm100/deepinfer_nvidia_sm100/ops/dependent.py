@@ -25,14 +25,22 @@ except ImportError:  # a Triton built without this vendor: nothing here is launc
 def take_turn(DEPENDENT: tl.constexpr):
     """Let the next kernel's programs come in, then wait until everything that earlier kernels wrote is there."""
     if DEPENDENT:
-        gdc_launch_dependents()
+        if DEPENDENT == 1:
+            gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def let_next_in_late(DEPENDENT: tl.constexpr):
+    """For a kernel whose programs :func:`take_turn` left the next one outside: now it may come in."""
+    if DEPENDENT == 2:
+        gdc_launch_dependents()
 
 
 @triton.jit
 def let_next_in(DEPENDENT: tl.constexpr):
     """The first half of :func:`take_turn`, for a kernel that has something to do before it waits."""
-    if DEPENDENT:
+    if DEPENDENT == 1:
         gdc_launch_dependents()
 
 

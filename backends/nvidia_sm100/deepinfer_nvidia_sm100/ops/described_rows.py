@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .dependent import take_turn
+from .dependent import let_next_in_late, take_turn
 from .normed_rows import add_tile, norm_scale, row_squares
 from .starting import starter
 
@@ -73,6 +73,7 @@ def described_rows_kernel(
         left = weight.load([tile * BLOCK_N, k])
         right = x.load([first_row, k])
         acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
+    let_next_in_late(DEPENDENT)
     last = True
     if SPLIT:
         size = M.to(tl.int64) * N
@@ -139,6 +140,7 @@ def described_gated_kernel(
         rows = x.load([first_row, k])
         gate = tl.dot(gates, rows.T, gate, input_precision=PRECISION)
         up = tl.dot(ups, rows.T, up, input_precision=PRECISION)
+    let_next_in_late(DEPENDENT)
     inside = column < WIDTH  # rows past the gate's are those of the other half
     if PARTS:
         factor = norm_scale(found, K, eps)

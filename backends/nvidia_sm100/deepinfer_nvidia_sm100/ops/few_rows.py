@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dependent import dependent, take_turn
+from .dependent import dependent, let_next_in_late, take_turn
 from .described_rows import describable, launch_described
 from .normed_rows import Add, Scale, add_tile, arguments, norm_scale, row_squares
 from .starting import starter
@@ -131,6 +131,7 @@ def few_rows_kernel(
             left = tl.load(weights + k, mask=column_mask[:, None] & inside[None, :], other=0.0)
             right = tl.load(inputs + k, mask=row_mask[None, :] & inside[:, None], other=0.0)
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    let_next_in_late(DEPENDENT)
     if SPLIT:
         size = M.to(tl.int64) * N
         place = row[None, :].to(tl.int64) * N + column[:, None]
@@ -179,6 +180,7 @@ class Tile:
     stages: int
     warps: int
     described: bool = False
+    late: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -223,6 +225,8 @@ def launch(
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
+    if tile.late and options["DEPENDENT"]:
+        options["DEPENDENT"] = 2
     normed, flags = arguments(add, scale, out)
     if tile.described and describable(x) and describable(weight):
         launch_described(
