@@ -18,6 +18,10 @@ import triton.language as tl
 from .shapes import power_of_two
 
 
+LEAST_PARTS = 64
+"""Parts up to which all numbers of them share a compiled kernel."""
+
+
 @triton.jit
 def add_tile(
     out, residual, factor, squares, acc, before, bias, tile, row, row_mask, column, column_mask, M, N,
@@ -77,5 +81,5 @@ def arguments(add: Add | None, scale: Scale | None, out: torch.Tensor) -> tuple[
     parts, eps = (0, 0.0) if scale is None else (scale.parts, scale.eps)
     return (residual, weight, squares, parts, eps), {
         "ADD": add is not None,
-        "PARTS": 0 if scale is None else power_of_two(scale.parts),
+        "PARTS": 0 if scale is None else power_of_two(max(scale.parts, LEAST_PARTS)),
     }
