@@ -148,7 +148,7 @@ def test_the_region(size: dict[str, int], kind: dict[str, Any], last: bool) -> N
     op, theirs = BetweenAttention(on_cuda(wanted), context()), reference(wanted)
     if not ON_GPU:  # which has no tiles in float32
         tiles = dict(zip(("attention_out", "gate_up", "down", "qkv"), TILES, strict=False))
-        op._tiles = dict.fromkeys(range(1, 40), tiles)  # type: ignore[misc]
+        op.tiles = dict.fromkeys(range(1, 40), tiles)
     given = weights_of(wanted, normal)
     moved = {part: ([here(w) for w in ws], None if b is None else here(b)) for part, (ws, b) in given.items()}
     norms = [normal(wanted.hidden, dtype=dtype) for _ in range(2)]

@@ -12,15 +12,34 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from deepinfer_core.api import BetweenAttentionRequest, BetweenPart, BetweenWeights, BuildContext, WeightPart
+from deepinfer_core.api import (
+    BetweenAttentionRequest,
+    BetweenPart,
+    BetweenWeights,
+    BuildContext,
+    LinearRequest,
+    WeightPart,
+)
+from deepinfer_nvidia_sm100.tables import linear_tile
 
 from .few_rows import Tile, launch
 from .gated_linear import GatedLinear
-from .linear import Linear, PackedWeight, few_tiles
+from .linear import Linear, PackedWeight, few_tiles, thumb
 from .normed_rows import Add, Scale
 from .rms_norm import RmsNorm
 
 Tiles = dict[BetweenPart, Tile]
+
+
+def _tiles(request: LinearRequest, context: BuildContext, section: str = "linear") -> dict[int, Tile | None]:
+    """What was measured among the products and attention of a layer, or else for the product alone."""
+    own = None if context.settings is None else context.settings.table
+
+    def alone(out_features: int, in_features: int, rows: int) -> Tile | None:
+        found = linear_tile(context.device, out_features, in_features, rows, own, section)
+        return thumb(out_features, in_features, rows) if found == "thumb" else found
+
+    return few_tiles(request, context, "between_attention", alone)
 
 
 class BetweenAttention:
@@ -36,16 +55,16 @@ class BetweenAttention:
             "qkv": Linear(request.qkv, context),
         }
         wanted = {
-            "attention_out": few_tiles(request.attention_out, context),
-            "gate_up": few_tiles(request.gated.linear, context, "gated_linear"),
-            "down": few_tiles(request.down, context),
-            "qkv": few_tiles(request.qkv, context),
+            "attention_out": _tiles(request.attention_out, context),
+            "gate_up": _tiles(request.gated.linear, context, "gated_linear"),
+            "down": _tiles(request.down, context),
+            "qkv": _tiles(request.qkv, context),
         }
-        self._tiles: dict[int, Tiles] = {}
+        self.tiles: dict[int, Tiles] = {}
         for rows in wanted["qkv"]:
             tiles = {part: of_rows[rows] for part, of_rows in wanted.items()}
             if None not in tiles.values():
-                self._tiles[rows] = tiles  # type: ignore[assignment]  # no None among them
+                self.tiles[rows] = tiles  # type: ignore[assignment]  # no None among them
 
     def prepare(
         self, part: BetweenPart, weights: Sequence[WeightPart], bias: torch.Tensor | None = None
@@ -62,7 +81,7 @@ class BetweenAttention:
         self, attended: torch.Tensor, residual: torch.Tensor, weights: BetweenWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, merged]``, or ``[T, hidden]`` behind the last layer; and the sum, which overwrites ``residual``."""
-        tiles = self._tiles.get(attended.shape[0])
+        tiles = self.tiles.get(attended.shape[0])
         if tiles is None:
             return self._by_parts(attended, residual, weights)
         attended = attended if attended.stride(-1) == 1 else attended.contiguous()

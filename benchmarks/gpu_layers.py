@@ -1,0 +1,254 @@
+"""The layers of a decode step in one recorded graph, with their norms as kernels and with ``fused.between_attention``.
+
+The shape of Qwen3-4B in bfloat16, contexts of 544 tokens, 36 layers and the output head, without sampling: products are
+timed where they stand, among the kernels whose programs come in beside theirs. ``python benchmarks/gpu_layers.py --out
+results``; ``--search`` tries other tiles for the region, one product after the other, and prints what was best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from common import finish, print_table
+from gpu_common import Results, build, require_gpu
+from gpu_model import QWEN3_4B, kv_bytes, weight_bytes
+from gpu_ops import BLOCK, DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, attention_request, layout
+
+from deepinfer_core.api import (
+    AttentionInputsRequest,
+    BetweenAttentionRequest,
+    BetweenPart,
+    BetweenWeights,
+    GatedLinearRequest,
+    LinearRequest,
+    RmsNormRequest,
+)
+
+ROWS = (1, 8, 32, 64, 256)
+CONTEXT = 544
+LAYERS = 36
+EPS = 1e-6
+MERGED = (HEADS + 2 * KV_HEADS) * DIM
+COMMON: dict[str, Any] = {"dtype": "bfloat16", "device_type": "cuda"}
+SHAPES: dict[BetweenPart, tuple[int, int]] = {
+    "attention_out": (HIDDEN, HEADS * DIM),
+    "gate_up": (2 * INNER, HIDDEN),
+    "down": (HIDDEN, INNER),
+    "qkv": (MERGED, HIDDEN),
+}
+
+
+def random(*shape: int, scale: float = 0.02) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+class Parts:
+    """:class:`~deepinfer_core.api.BetweenAttention` with norms as kernels of their own."""
+
+    def __init__(self) -> None:
+        def linear(part: BetweenPart) -> Any:
+            out, inner = SHAPES[part]
+            plain = {"out_dtype": "bfloat16", "weight_dtype": "bfloat16"}
+            return build(LinearRequest(in_features=inner, out_features=out, **plain, **COMMON))
+
+        gated = build(GatedLinearRequest(in_features=HIDDEN, width=INNER, weight_dtype="bfloat16", **COMMON))
+        self._ops = {part: gated if part == "gate_up" else linear(part) for part in SHAPES}
+        self._norm = build(RmsNormRequest(hidden=HIDDEN, eps=EPS, **COMMON))
+
+    def prepare(self, part: BetweenPart, weights: list[torch.Tensor]) -> Any:
+        return self._ops[part].prepare(weights)
+
+    def first(self, residual: torch.Tensor, norm: torch.Tensor, qkv: Any) -> torch.Tensor:
+        rows: torch.Tensor = self._ops["qkv"].run(self._norm.run(residual, norm), qkv)
+        return rows
+
+    def run(
+        self, attended: torch.Tensor, residual: torch.Tensor, weights: BetweenWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ops = self._ops
+        x, residual = self._norm.add(ops["attention_out"].run(attended, weights.attention_out), residual, weights.norm)
+        x = ops["down"].run(ops["gate_up"].run(x, weights.gate_up), weights.down)
+        x, residual = self._norm.add(x, residual, weights.next_norm)
+        return (x if weights.next_qkv is None else ops["qkv"].run(x, weights.next_qkv)), residual
+
+
+class Layers:
+    """36 layers with weights of their own, and the head."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self.region = build(
+            BetweenAttentionRequest(
+                hidden=HIDDEN,
+                attended=HEADS * DIM,
+                width=INNER,
+                merged=MERGED,
+                eps=EPS,
+                weight_dtype="bfloat16",
+                **COMMON,
+            )
+        )
+        head = LinearRequest(
+            in_features=HIDDEN, out_features=VOCAB, out_dtype="float32", weight_dtype="bfloat16", **COMMON
+        )
+        self._head = build(head)
+        self._head_weight = self._head.prepare([random(VOCAB, HIDDEN)])
+        rope: dict[str, Any] = {"theta": 1e6, "max_positions": 4096}
+        shape: dict[str, Any] = {"head_dim": DIM, "cache_dtype": "bfloat16", "block_size": BLOCK}
+        self._inputs = build(
+            AttentionInputsRequest(
+                cache_group="full", q_heads=HEADS, kv_heads=KV_HEADS, norm_eps=EPS, **rope, **shape, **COMMON
+            )
+        )
+        self._attention = build(attention_request())
+        self._head_norm = random(DIM, scale=1.0)
+        norms = [1 + random(HIDDEN, scale=0.2) for _ in range(2 * LAYERS + 1)]
+        packed = [{part: self.parts.prepare(part, [random(*SHAPES[part])]) for part in SHAPES} for _ in range(LAYERS)]
+        self._first = norms[0], packed[0]["qkv"]
+        self._weights = [
+            BetweenWeights(
+                attention_out=layer["attention_out"],
+                norm=norms[2 * i + 1],
+                gate_up=layer["gate_up"],
+                down=layer["down"],
+                next_norm=norms[2 * i + 2],
+                next_qkv=packed[i + 1]["qkv"] if i + 1 < LAYERS else None,
+            )
+            for i, layer in enumerate(packed)
+        ]
+
+    def step(self, rows: int) -> Callable[[Any], torch.Tensor]:
+        """A step of this many requests, which takes what stands between two attentions."""
+        where = layout([1] * rows, [CONTEXT] * rows)
+        blocks = CONTEXT // BLOCK
+        where.slot_mapping.copy_((torch.arange(rows, device="cuda") * blocks + 1) * BLOCK)
+        caches = [
+            {name: random(rows * blocks + 1, BLOCK, KV_HEADS, DIM, scale=1.0) for name in ("key", "value")}
+            for _ in range(LAYERS)
+        ]
+        plans = self._inputs.plan(where), self._attention.plan(where)
+        start = random(rows, HIDDEN, scale=1.0)
+
+        def run(between: Any) -> torch.Tensor:
+            residual = start.clone()
+            qkv = between.first(residual, *self._first)
+            for cache, weights in zip(caches, self._weights, strict=True):
+                query = self._inputs.run(qkv, cache, plans[0], self._head_norm, self._head_norm)
+                attended = self._attention.run(query, cache, plans[1]).view(rows, -1)
+                qkv, residual = between.run(attended, residual, weights)
+            logits: torch.Tensor = self._head.run(qkv, self._head_weight)
+            return logits
+
+        return run
+
+
+def recorded_ms(call: Callable[[], torch.Tensor], rounds: int = 9) -> tuple[float, torch.Tensor]:
+    """Median of a recorded graph's times, and its result."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[rounds // 2], result.clone()
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def measured(layers: Layers, rows: int, bandwidth: float) -> dict[str, float]:
+    """Milliseconds both ways, in turns, and how far apart their logits are."""
+    step = layers.step(rows)
+    times: dict[str, list[float]] = {"parts": [], "region": []}
+    logits: dict[str, torch.Tensor] = {}
+    for name in ("parts", "region", "parts", "region"):
+        spent, logits[name] = recorded_ms(lambda name=name: step(getattr(layers, name)))
+        times[name].append(spent)
+    floor = (weight_bytes(QWEN3_4B) + kv_bytes(QWEN3_4B, rows * CONTEXT)) / bandwidth * 1000
+    found = {name: min(each) for name, each in times.items()}
+    apart = difference(logits["region"], logits["parts"])
+    return {**found, "floor": floor, "of_floor": floor / found["region"], "apart": apart}
+
+
+def others(tile: Any, part: BetweenPart) -> Iterator[Any]:
+    """Tiles like this one, and those of descriptors."""
+    for splits in (1,) if part in ("gate_up", "qkv") else (1, 2, 3, 4):
+        for block_k, stages in ((64, 5), (64, 8), (128, 3), (128, 4), (128, 5), (128, 6)):
+            for block_n in (64, 128):
+                for described in (False, True):
+                    other = attrs.evolve(
+                        tile, block_n=block_n, block_k=block_k, stages=stages, splits=splits, described=described
+                    )
+                    if other.shared_bytes <= 220_000 and (block_n > 64 or not described or part != "gate_up"):
+                        yield other
+
+
+def search(layers: Layers, rows: int, seconds: float) -> dict[str, Any]:
+    """The region's best tiles for this many rows, found one product after the other."""
+    from deepinfer_nvidia_sm100.tables import numbers_of
+
+    step, region = layers.step(rows), layers.region
+    best, expected = recorded_ms(lambda: step(region))
+    ends = time.monotonic() + seconds
+    for part in SHAPES:
+        for other in others(region.tiles[rows][part], part):
+            kept = region.tiles[rows]
+            region.tiles[rows] = {**kept, part: other}
+            try:
+                spent, found = recorded_ms(lambda: step(region), 5)
+            except RuntimeError:  # more registers or memory than there are
+                spent, found = float("inf"), expected
+            if spent < best - 0.004 and difference(found, expected) < 0.2:
+                best = spent
+            else:
+                region.tiles[rows] = kept
+            if time.monotonic() > ends:
+                break
+    return {"ms": best, **{part: numbers_of(tile) for part, tile in region.tiles[rows].items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="requests of a step")
+    parser.add_argument("--search", type=float, metavar="SECONDS", help="look for tiles, so long for each of --rows")
+    parser.add_argument("--quick", action="store_true", help="one number of rows")
+    parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
+    options = parser.parse_args()
+    require_gpu("gpu_layers")
+    from deepinfer_nvidia_sm100.measure import copy_bandwidth
+
+    results = Results(options.out / "gpu_layers.json")
+    bandwidth = results.measure("copy", lambda: {"copy": copy_bandwidth()})["copy"]
+    layers = Layers()
+    table = []
+    for rows in options.rows[:1] if options.quick else options.rows:
+        found = results.measure(f"{rows}", lambda rows=rows: measured(layers, rows, bandwidth))
+        table.append([rows, found.get("parts"), found.get("region"), found.get("floor"), found.get("of_floor")])
+        if options.search and rows in layers.region.tiles:
+            print(rows, results.measure(f"search {rows}", lambda rows=rows: search(layers, rows, options.search)))
+    print_table(["requests", "norms as kernels, ms", "region, ms", "floor", "of it"], table)
+    finish(results.entries, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
