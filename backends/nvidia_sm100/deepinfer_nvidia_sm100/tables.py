@@ -1,8 +1,9 @@
 """What was measured to be fastest, by architecture: one JSON file each, made by ``deepinfer tune``.
 
 ``linear`` maps ``"NxK"`` to a list of ``[most rows, tile]`` in ascending order, where tile is null for cuBLAS, or
-``[block_n, block_m, block_k, splits, stages, warps]``, with ``true`` behind it where tensor descriptors are used.
-``gated_linear`` has the same for products that end in a gate.
+``[block_n, block_m, block_k, splits, stages, warps]``, with ``true`` behind it where tensor descriptors are used, and
+another where the next kernel is let in late. ``gated_linear`` has the same for products that end in a gate,
+``between_attention`` for all products of that region, measured among the kernels of a layer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .ops.few_rows import Tile
 
 FOLDER = Path(__file__).with_name("tuned")
 TILE_FIELDS = ("block_n", "block_m", "block_k", "splits", "stages", "warps")
+TILE_FLAGS = ("described", "late")
 
 
 def architecture(device: torch.device) -> str:
@@ -33,12 +35,16 @@ def architecture(device: torch.device) -> str:
 
 def tile_of(numbers: list[Any]) -> Tile:
     """A tile as a table has it."""
-    return Tile(**dict(zip(TILE_FIELDS, numbers, strict=False)), described=bool(numbers[len(TILE_FIELDS) :]))
+    sizes, flags = numbers[: len(TILE_FIELDS)], numbers[len(TILE_FIELDS) :]
+    return Tile(**dict(zip(TILE_FIELDS, sizes, strict=True)), **dict(zip(TILE_FLAGS, flags, strict=False)))
 
 
 def numbers_of(tile: Tile) -> list[Any]:
     """The other way."""
-    return [getattr(tile, field) for field in TILE_FIELDS] + ([True] if tile.described else [])
+    flags = [getattr(tile, flag) for flag in TILE_FLAGS]
+    while flags and not flags[-1]:
+        flags.pop()
+    return [getattr(tile, field) for field in TILE_FIELDS] + flags
 
 
 @functools.cache

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from .shapes import power_of_two
 
-
 LEAST_PARTS = 64
 """Parts up to which all numbers of them share a compiled kernel."""
 
