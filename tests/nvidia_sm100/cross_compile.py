@@ -26,8 +26,8 @@ import torch
 import triton
 from deepinfer_nvidia_sm100 import tables
 from deepinfer_nvidia_sm100.fp8_tuning import HOPPER
-from deepinfer_nvidia_sm100.ops import paged_attention
 from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
+from deepinfer_nvidia_sm100.ops import paged_attention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
 from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepinfer_nvidia_sm100.ops.between_attention import BetweenAttention
+from deepinfer_nvidia_sm100 import tables
+from deepinfer_nvidia_sm100.ops.between_attention import ROWS_ALONE, BetweenAttention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale
 from deepinfer_nvidia_sm100.plugin import deepinfer_fused
@@ -33,11 +34,20 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * weight
 
 
-def tile(block_n: int, splits: int, described: bool = False, block_m: int = 16) -> Tile:
-    return Tile(block_n=block_n, block_m=block_m, block_k=64, splits=splits, stages=2, warps=4, described=described)
+def tile(block_n: int, splits: int, described: bool = False, block_m: int = 16, late: bool = False) -> Tile:
+    return Tile(
+        block_n=block_n, block_m=block_m, block_k=64, splits=splits, stages=2, warps=4, described=described, late=late
+    )
 
 
-TILES = [tile(64, 1), tile(64, 3), tile(128, 2), tile(64, 2, True), tile(64, 1, True, 32), tile(16, 2)]
+TILES = [
+    tile(64, 1),
+    tile(64, 3, late=True),
+    tile(128, 2),
+    tile(64, 2, True),
+    tile(64, 1, True, 32, late=True),
+    tile(16, 2),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +87,7 @@ def test_a_product_whose_results_the_norm_scales(
     rows: int, out: int, inner: int, parts: int, chosen: Tile, gated: bool, dtype: str
 ) -> None:
     if gated and chosen.described:
-        chosen = tile(2 * chosen.block_n, 1, True, chosen.block_m)
+        chosen = tile(2 * chosen.block_n, 1, True, chosen.block_m, chosen.late)
     x, weight = normal(rows, inner, dtype=dtype), normal(out, inner, dtype=dtype, scale=inner**-0.5)
     squares = torch.rand(parts, rows) * inner
     shift = normal(out, dtype=dtype)
@@ -135,7 +145,8 @@ def formula(
 
 
 KINDS = [{}, {"attention_bias": True}, {"mlp_bias": True, "limit": 0.7}]
-SIZES = [{}, {"hidden": 2560, "attended": 4096, "width": 9728, "merged": 6144}] if ON_GPU else [{}]
+QWEN3 = {"hidden": 2560, "attended": 4096, "width": 9728, "merged": 6144}
+SIZES: list[dict[str, int]] = [{}, QWEN3] if ON_GPU else [{}]
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -200,3 +211,16 @@ def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
 def test_it_promises_no_bits() -> None:
     assert [p.name for p in eligible(request("bfloat16"))] == ["between_attention"]
     assert eligible(request("bfloat16", demands=frozenset({"batch_invariant"}))) == []
+
+
+def test_rows_that_were_not_measured_together_keep_their_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 16 rows tiles of the products alone serve; the table's section has its say first."""
+    op = BetweenAttention(on_cuda(request("bfloat16")), context())
+    assert sorted(op.tiles) == list(range(1, ROWS_ALONE + 1))
+    monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
+    qwen3 = BetweenAttention(on_cuda(request("bfloat16", **QWEN3)), context())
+    assert {1, 16, 33, 64} <= set(qwen3.tiles)
+    numbers = {part: tables.numbers_of(tile) for part, tile in qwen3.tiles[64].items()}
+    section = tables.measured("sm_90", None, "between_attention")
+    assert numbers["attention_out"] == section["2560x4096"][-1][1]
+    assert numbers["gate_up"] == section["19456x2560"][-1][1]

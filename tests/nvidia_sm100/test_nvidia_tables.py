@@ -28,7 +28,7 @@ NUMBERS = [64, 16, 128, 2, 4, 4]
 def test_the_packages_tables_hold_tiles_that_fit() -> None:
     files = list(tables.FOLDER.glob("*.json"))
     assert files
-    for file, section in itertools.product(files, ("linear", "gated_linear")):
+    for file, section in itertools.product(files, ("linear", "gated_linear", "between_attention")):
         for shape, rows in tables.measured(file.stem, None, section).items():
             assert [int(n) for n in shape.split("x")]
             assert [most for most, _ in rows] == sorted({most for most, _ in rows})
@@ -39,7 +39,14 @@ def test_the_packages_tables_hold_tiles_that_fit() -> None:
                     assert tile.block_m >= most or tile.block_m == 64
                     assert tile.shared_bytes <= 227 * 1024
                     # What tensor descriptors bring ends in a gate without parts, by whole halves of the matrix unit.
-                    assert section == "linear" or not tile.described or (tile.splits == 1 and tile.block_n >= 128)
+                    assert section != "gated_linear" or not tile.described or (tile.splits == 1 and tile.block_n >= 128)
+
+
+@pytest.mark.parametrize("flags", [[], [True], [False, True], [True, True]])
+def test_a_tile_is_written_as_it_is_read(flags: list[bool]) -> None:
+    tile = tables.tile_of([*NUMBERS, *flags])
+    assert (tile.described, tile.late) == tuple([*flags, False, False][:2])
+    assert tables.numbers_of(tile) == [*NUMBERS, *flags]
 
 
 def test_a_users_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
