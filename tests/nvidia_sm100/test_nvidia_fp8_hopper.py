@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(
 TILES = [
     HopperTile(block_m=256, block_n=128, stages=4),
     HopperTile(block_m=256, block_n=128, stages=4, together=1, box=False),
+    HopperTile(block_m=192, block_n=128, stages=4),
+    HopperTile(block_m=192, block_n=64, stages=6, together=3, box=False),
     HopperTile(block_m=128, block_n=128, stages=5, together=3),
     HopperTile(block_m=128, block_n=128, stages=6, box=False),
     HopperTile(block_m=128, block_n=64, stages=8),

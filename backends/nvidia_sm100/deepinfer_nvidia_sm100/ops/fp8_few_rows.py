@@ -27,6 +27,30 @@ def _scales(scale, column, step, steps, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl
         return tl.load(scale + column // SCALE_ROWS * steps + step, mask=column < N, other=0.0)
 
 
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether there is a compiler for it."""
+
+
+@triton.jit
+def _widened(values, dtype: tl.constexpr):
+    """Exact. Assembly that is not said to be pure stays before the way to the matrix unit: so FP8 leaves shared memory
+    16 bytes at a time, and all products of a step are under way at once."""
+    if ASSEMBLY and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b, c, d, e, f; .reg .b32 p, q; .reg .f32 w, x, y, z; mov.b32 {a, b}, $2; "
+            "cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; mov.b32 {c, d}, p; mov.b32 {e, f}, q; "
+            "cvt.f32.f16 w, c; cvt.f32.f16 x, d; cvt.f32.f16 y, e; cvt.f32.f16 z, f; "
+            "cvt.rn.bf16x2.f32 $0, x, w; cvt.rn.bf16x2.f32 $1, z, y; }",
+            "=r,=r,r",
+            [values],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        return values.to(tl.float32).to(dtype)
+
+
 @triton.jit(do_not_specialize=["M", "scale_stride", "splits"])
 def fp8_few_rows_kernel(
     x,
@@ -46,6 +70,7 @@ def fp8_few_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -66,7 +91,7 @@ def fp8_few_rows_kernel(
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
     steps = K // 128
-    each = tl.cdiv(steps, splits) * 128
+    each = tl.cdiv(tl.cdiv(steps, splits) * 128, BLOCK_K * TOGETHER) * BLOCK_K * TOGETHER
     low = split * each
     high = tl.minimum(low + each, K)
     weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
@@ -81,22 +106,24 @@ def fp8_few_rows_kernel(
     by_row = tl.zeros((BLOCK_M,), tl.float32)
     if ROUNDED:
         by_row = tl.load(x_scale + group * scale_stride + row, mask=row_mask, other=0.0)
-    for k in range(low, high, BLOCK_K):
-        by_column = factor
-        scales = by_row
-        group = tl.minimum((k + BLOCK_K) // 128, steps - 1)
-        factor = _scales(scale, column, group, steps, N, SCALE_ROWS, BLOCK_N)
-        if EVEN_N:
-            left = tl.load(weights + k)
-        else:
-            left = tl.load(weights + k, mask=column_mask[:, None], other=0.0)
-        right = tl.load(inputs + k, mask=row_mask[None, :], other=0.0)
-        if ROUNDED:
-            by_row = tl.load(x_scale + group * scale_stride + row, mask=row_mask, other=0.0)
-            acc += tl.dot(left, right) * (by_column[:, None] * scales[None, :])
-        else:
-            wide = left.to(tl.float32) * by_column[:, None]
-            acc = tl.dot(wide.to(right.dtype), right, acc, input_precision=PRECISION)
+    for start in range(low, high, BLOCK_K * TOGETHER):
+        for turn in tl.static_range(TOGETHER):
+            k = start + turn * BLOCK_K
+            by_column = factor
+            scales = by_row
+            group = tl.minimum((k + BLOCK_K) // 128, steps - 1)
+            factor = _scales(scale, column, group, steps, N, SCALE_ROWS, BLOCK_N)
+            if EVEN_N:
+                left = tl.load(weights + k)
+            else:
+                left = tl.load(weights + k, mask=column_mask[:, None], other=0.0)
+            right = tl.load(inputs + k, mask=row_mask[None, :], other=0.0)
+            if ROUNDED:
+                by_row = tl.load(x_scale + group * scale_stride + row, mask=row_mask, other=0.0)
+                acc += tl.dot(left, right) * (by_column[:, None] * scales[None, :])
+            else:
+                wide = _widened(left, right.dtype)
+                acc += tl.dot(wide, right, input_precision=PRECISION) * by_column[:, None]
     place = row[None, :].to(tl.int64) * N + column[:, None]
     mask = column_mask[:, None] & row_mask[None, :]
     if SPLIT:
@@ -116,6 +143,12 @@ def fp8_few_rows_kernel(
         if BIAS:
             acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def together(tile: Tile, inner: int) -> int:
+    """Steps of 128 elements that a turn of the loop takes: their loads reach the memory side by side."""
+    steps = max(1, tile.block_k // 128)
+    return steps if inner // 128 % steps == 0 else 1
 
 
 def launch(
@@ -152,7 +185,8 @@ def launch(
         tile.splits,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=min(tile.block_k, 128),
+        TOGETHER=together(tile, inner),
         SCALE_ROWS=scale_rows,
         SPLIT=tile.splits > 1,
         EVEN_N=columns % tile.block_n == 0,

@@ -19,6 +19,7 @@ import triton
 
 from deepinfer_nvidia_sm100 import tables
 
+from .dependent import dependent
 from .fp8_many_rows import GROUP, multiprocessors
 from .starting import starter
 
@@ -28,8 +29,8 @@ OUT_ROWS = 64
 """Rows of a tile that a group multiplies at a time, as one instruction takes them."""
 UNROLLED = (8, 4, 2, 1)
 """Steps of a loop's turn in tiles of 128 rows: the most that divide them."""
-REGISTERS = (240, 24)
-"""Of each thread that multiplies, and that copies."""
+REGISTERS = {2: (240, 24), 3: (160, 24)}
+"""By groups that multiply: of each of their threads, and of those that copy."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,10 +44,20 @@ class HopperTile:
     box: bool = True
 
     @property
+    def groups(self) -> int:
+        """Of four warps that multiply."""
+        return 3 if self.block_m == 192 else 2
+
+    @property
+    def height(self) -> int:
+        """Rows of a block, whose number must be a power of two."""
+        return 64 if self.block_m == 192 else self.block_m
+
+    @property
     def shared_bytes(self) -> int:
         """Of the ring, and of results in 16 bits on their way out."""
         return GROUP * (self.block_m + self.block_n) * self.stages + (
-            2 * 2 * OUT_ROWS * self.block_n if self.box else 0
+            2 * self.groups * OUT_ROWS * self.block_n if self.box else 0
         )
 
 
@@ -76,7 +87,7 @@ def launch(
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     box = tile.box and out.element_size() == 2 and columns % 8 == 0  # rows of 16 bytes, which the copy engine wants
     starter(fp8_hopper_kernel, (min(tiles, multiprocessors(x.device)),), compile_only=compile_only)(
-        TensorDescriptor.from_tensor(x, [tile.block_m, GROUP], SWIZZLED),
+        TensorDescriptor.from_tensor(x, [tile.height, GROUP], SWIZZLED),
         x_scale,
         TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP], SWIZZLED),
         scale,
@@ -96,7 +107,8 @@ def launch(
         BIAS=bias is not None,
         BOX=box,
         OUT_LAYOUT=SWIZZLED_OUT,
-        MULTIPLYING=REGISTERS[0],
-        COPYING=REGISTERS[1],
+        MULTIPLYING=REGISTERS[tile.groups][0],
+        COPYING=REGISTERS[tile.groups][1],
         num_warps=4,
+        **dependent(x),
     )
