@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
-from deepinfer_nvidia_sm100 import tables
+from deepinfer_nvidia_sm100 import table_file, tables
 from deepinfer_nvidia_sm100.command import shapes_of, tune
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
 from deepinfer_nvidia_sm100.ops.linear import Linear
@@ -20,9 +21,11 @@ from deepinfer_nvidia_sm100.tuning import candidates, entries, save
 from gpu_support import context
 
 from deepinfer_core.api import ConfigError, DeviceError, LinearRequest
+from deepinfer_core.config import load_config, plugin_settings
 
 TILE = Tile(block_n=64, block_m=16, block_k=128, splits=2, stages=4, warps=4)
 NUMBERS = [64, 16, 128, 2, 4, 4]
+GATE = [128, 16, 64, 1, 4, 4, True]
 
 
 def test_the_packages_tables_hold_tiles_that_fit() -> None:
@@ -53,12 +56,12 @@ def test_a_users_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own = tmp_path / "own.json"
     save(own, {"100x256": [[4, NUMBERS], [64, None]]})
     save(own, {"7x8": [[64, None]]})
-    save(own, {"100x256": [[8, [*NUMBERS, True]]]}, "gated_linear")
+    save(own, {"100x256": [[8, GATE]]}, "gated_linear")
     monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
     device = torch.device("cpu")
     assert tables.linear_tile(device, 100, 256, 3, str(own)) == TILE
     assert tables.linear_tile(device, 100, 256, 5, str(own)) is None
-    assert tables.linear_tile(device, 100, 256, 5, str(own), "gated_linear") == attrs.evolve(TILE, described=True)
+    assert tables.linear_tile(device, 100, 256, 5, str(own), "gated_linear") == tables.tile_of(GATE)
     assert tables.linear_tile(device, 100, 256, 65, str(own)) == "thumb"
     assert tables.linear_tile(device, 100, 256, 3) == "thumb"
     assert tables.linear_tile(device, 6144, 2560, 1, str(own)) == tables.linear_tile(device, 6144, 2560, 1) != "thumb"
@@ -77,6 +80,61 @@ def test_a_broken_table_is_one_line(tmp_path: Path, text: str | None) -> None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"plugins\.nvidia_sm100\.table=.*deepinfer tune"):
         tables.measured("sm_90", str(path))
+
+
+@pytest.mark.parametrize(
+    ("section", "answer", "wrong"),
+    [
+        ("linear", [64, 16, 1024, 1, 6, 4], "needs 983,040 bytes of shared memory, and a multiprocessor has 232,448"),
+        ("linear", [96, 16, 128, 1, 6, 4], "block_n 96: expected a power of two from 16 to 256"),
+        ("linear", [64, 16, 128, 0, 6, 4], "splits 0: expected a number from 1 on"),
+        ("linear", [64, 16, 128, 1, 6, 3], "warps 3: expected one of 1, 2, 4, 8, 16"),
+        ("linear", [64, 16, 128, 1, 6], "expected [block_n, block_m, block_k, splits, stages, warps]"),
+        ("linear", "fast", "expected a list of numbers, or null"),
+        ("gated_linear", [*NUMBERS, True], "tensor descriptors end in a gate by one part and 128 columns or more"),
+        ("fp8_plain", ["hopper", 256, 128, 4, 8, True], "'hopper': expected 'few' and its numbers"),
+        ("fp8_rounded", ["hopper", 64, 128, 4, 8, True], "block_m 64: expected 128, 192 or 256"),
+        ("fp8_rounded", ["hopper", 256, 128, 5, 8, True], "needs 278,528 bytes of shared memory"),
+        ("fp8_rounded", ["few", 64, 64, 512, 1, 8, 4], "needs 524,288 bytes of shared memory"),
+        ("fp8_rounded", ["many", 128, 128, 3, 4, 8, 8, 1, False, True], "halves 3: expected a power of two from 1 to 2"),
+    ],
+)
+def test_a_tile_that_cannot_be_is_an_error_before_anything_is_loaded(
+    tmp_path: Path, section: str, answer: Any, wrong: str
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"linear": {}, section: {"6144x2560": [[1, None], [16, answer]]}}))
+    config = load_config(sets=[f"plugins.nvidia_sm100.table={path}"], environ={})
+    with pytest.raises(ConfigError) as error:
+        plugin_settings(config, "nvidia_sm100", Settings)
+    text = str(error.value)
+    assert text.startswith("plugins.nvidia_sm100 = ")
+    assert f"table {path}: {section} '6144x2560', up to 16 rows" in text
+    assert wrong in text
+    assert text.endswith("; run deepinfer tune again")
+    with pytest.raises(ConfigError, match=r"plugins\.nvidia_sm100\.table="):
+        tables.measured("sm_90", str(path))
+
+
+@pytest.mark.parametrize(
+    ("table", "wrong"),
+    [
+        ({"linear": {}, "gated": {}}, "section 'gated': expected one of linear, gated_linear"),
+        ({"linear": {"2560": []}}, "linear '2560': expected a shape such as '6144x2560'"),
+        ({"linear": {"8x8": [[16, None], [16, None]]}}, "most rows 16: expected whole numbers in ascending order"),
+        ({"linear": {"8x8": [[16]]}}, "expected a list of [most rows, tile]"),
+    ],
+)
+def test_what_is_no_table_says_where(tmp_path: Path, table: Any, wrong: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(table_file.BadTable, match=re.escape(wrong) + ".*deepinfer tune"):
+        table_file.read(str(path))
+
+
+def test_the_packages_own_tables_are_tables() -> None:
+    for file in tables.FOLDER.glob("*.json"):
+        assert table_file.read(str(file)).keys() <= table_file.CHECKS.keys()
 
 
 def test_neighbours_of_equal_answer_are_one_entry() -> None:

@@ -18,6 +18,7 @@ import torch
 
 from deepinfer_core.api import ConfigError
 
+from . import table_file
 from .ops.few_rows import Tile
 
 FOLDER = Path(__file__).with_name("tuned")
@@ -52,18 +53,15 @@ def measured(arch: str, own: str | None = None, section: str = "linear") -> dict
     """Shape -> rows and answers: the package's, and over them those of a user's own file, which may lack the section.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such table.
+        ConfigError: the file cannot be read, is no such table, or has a tile that cannot be.
     """
     path = FOLDER / f"{arch}.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get(section, {}) if path.exists() else {}
     if own is not None:
         try:
-            theirs = json.loads(Path(own).read_text(encoding="utf-8"))
-            found = found | (theirs["linear"] if section == "linear" else theirs.get(section, {}))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"plugins.nvidia_sm100.table={own!r}: {type(error).__name__}: {error}; make one with: deepinfer tune"
-            ) from error
+            found = found | table_file.read(own).get(section, {})
+        except table_file.BadTable as error:
+            raise ConfigError(f"plugins.nvidia_sm100.table={own!r}: {error}") from error
     return found
 
 
