@@ -20,7 +20,7 @@ import triton
 from deepinfer_nvidia_sm100 import tables
 
 from .dependent import dependent
-from .fp8_many_rows import GROUP, multiprocessors
+from .fp8_many_rows import GROUP, multiprocessors, operands
 from .starting import starter
 
 VERSIONS = ("3.6.",)
@@ -83,21 +83,16 @@ def launch(
 
     from .fp8_hopper_kernel import SWIZZLED, SWIZZLED_OUT, fp8_hopper_kernel
 
-    (rows, inner), columns = x.shape, weight.shape[0]
+    def describe(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, block, SWIZZLED if tensor.element_size() == 1 else SWIZZLED_OUT)
+
+    (rows, columns), inner = out.shape, x.shape[1]
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     box = tile.box and out.element_size() == 2 and columns % 8 == 0  # rows of 16 bytes, which the copy engine wants
+    boxes = [OUT_ROWS, tile.block_n] if box else None
+    given = x, x_scale, weight, scale, bias, out, tile.height, tile.block_n, boxes
     starter(fp8_hopper_kernel, (min(tiles, multiprocessors(x.device)),), compile_only=compile_only)(
-        TensorDescriptor.from_tensor(x, [tile.height, GROUP], SWIZZLED),
-        x_scale,
-        TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP], SWIZZLED),
-        scale,
-        out if bias is None else bias,
-        out,
-        TensorDescriptor.from_tensor(out, [OUT_ROWS, tile.block_n], SWIZZLED_OUT) if box else out,
-        rows,
-        columns,
-        inner,
-        x_scale.stride(0),
+        *operands(describe, *given),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,

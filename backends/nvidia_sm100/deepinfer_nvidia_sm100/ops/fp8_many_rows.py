@@ -10,6 +10,8 @@ Floor: operations, 2·M·N·K at the rate of FP8; bytes of the weight, N·K, bel
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -143,6 +145,34 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def operands(
+    describe: Callable[[torch.Tensor, list[int]], Any],
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    height: int,
+    width: int,
+    box: list[int] | None,
+) -> tuple[Any, ...]:
+    """What kernels of many rows take first: rows and weight by blocks of ``height`` and ``width`` times GROUP, and
+    ``out`` by blocks of ``box``, where the copy engine writes it. ``describe``: makes a descriptor for such blocks."""
+    return (
+        describe(x, [height, GROUP]),
+        x_scale,
+        describe(weight, [width, GROUP]),
+        scale,
+        out if bias is None else bias,
+        out,
+        out if box is None else describe(out, box),
+        *x.shape[:1],
+        *weight.shape,
+        x_scale.stride(0),
+    )
+
+
 def launch(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -156,22 +186,14 @@ def launch(
     compile_only: bool = False,
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says."""
-    (rows, inner), columns = x.shape, weight.shape[0]
+    rows, columns = out.shape
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n * tile.halves)
     programs = min(tiles, tile.each * multiprocessors(x.device)) if tile.each else tiles
     box = tile.box and columns * out.element_size() % 16 == 0  # the copy engine's rows
+    boxes = [tile.block_m, tile.block_n] if box else None
+    given = x, x_scale, weight, scale, bias, out, tile.block_m, tile.block_n, boxes
     starter(fp8_many_rows_kernel, (programs,), compile_only=compile_only)(
-        TensorDescriptor.from_tensor(x, [tile.block_m, GROUP]),
-        x_scale,
-        TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP]),
-        scale,
-        out if bias is None else bias,
-        out,
-        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n]) if box else out,
-        rows,
-        columns,
-        inner,
-        x_scale.stride(0),
+        *operands(TensorDescriptor.from_tensor, *given),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         HALVES=tile.halves,
