@@ -194,8 +194,8 @@ def _by_turns(
     NUMBER: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies 64 of a tile's 192 rows, or 128 of its 256 by halves: there are registers for one
-    product, and while it is added the matrix unit works for the other groups."""
+    """A group that multiplies 64 rows of a tile, or 128 by halves: there are registers for one product, and while it
+    is added the matrix unit works for other groups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
     )
@@ -245,11 +245,12 @@ def _by_turns(
 @gluon.jit
 def _group(
     given, NUMBER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
+    TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, OVERLAPPED: gl.constexpr,
+    BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride = given
     mine = staged.index(NUMBER)
-    if BLOCK_M == 128:
+    if OVERLAPPED:
         _overlapped(
             x_ring, weight_ring, mine, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
             NUMBER, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
@@ -267,7 +268,7 @@ def _group(
 def fp8_hopper_kernel(
     x, x_scale, weight, scale, bias, out, out_box, M, N, K, scale_stride,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, OVERLAPPED: gl.constexpr,
     BIAS: gl.constexpr, BOX: gl.constexpr, OUT_LAYOUT: gl.constexpr, MULTIPLYING: gl.constexpr, COPYING: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
@@ -297,9 +298,9 @@ def fp8_hopper_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_group, (given, gl.constexpr(0), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
-                (_group, (given, gl.constexpr(1), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
-                (_group, (given, gl.constexpr(2), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_group, (given, gl.constexpr(0), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
+                (_group, (given, gl.constexpr(1), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
+                (_group, (given, gl.constexpr(2), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
                 (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
             ],
             [4, 4, 1],
@@ -308,8 +309,8 @@ def fp8_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_group, (given, gl.constexpr(0), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
-                (_group, (given, gl.constexpr(1), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_group, (given, gl.constexpr(0), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
+                (_group, (given, gl.constexpr(1), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
                 (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
             ],
             [4, 1],
