@@ -96,7 +96,11 @@ def test_a_broken_table_is_one_line(tmp_path: Path, text: str | None) -> None:
         ("fp8_rounded", ["hopper", 64, 128, 4, 8, True], "block_m 64: expected 128, 192 or 256"),
         ("fp8_rounded", ["hopper", 256, 128, 5, 8, True], "needs 278,528 bytes of shared memory"),
         ("fp8_rounded", ["few", 64, 64, 512, 1, 8, 4], "needs 524,288 bytes of shared memory"),
-        ("fp8_rounded", ["many", 128, 128, 3, 4, 8, 8, 1, False, True], "halves 3: expected a power of two from 1 to 2"),
+        (
+            "fp8_rounded",
+            ["many", 128, 128, 3, 4, 8, 8, 1, False, True],
+            "halves 3: expected a power of two from 1 to 2",
+        ),
     ],
 )
 def test_a_tile_that_cannot_be_is_an_error_before_anything_is_loaded(

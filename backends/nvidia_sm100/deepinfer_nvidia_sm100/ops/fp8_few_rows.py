@@ -17,6 +17,9 @@ from .dependent import dependent, take_turn
 from .few_rows import Tile, parts_of
 from .starting import starter
 
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether there is a compiler for it."""
+
 
 @triton.jit
 def _scales(scale, column, step, steps, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -25,10 +28,6 @@ def _scales(scale, column, step, steps, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl
         return tl.load(scale + (tl.min(column, axis=0) // SCALE_ROWS * steps + step) + tl.arange(0, 1))
     else:
         return tl.load(scale + column // SCALE_ROWS * steps + step, mask=column < N, other=0.0)
-
-
-ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether there is a compiler for it."""
 
 
 @triton.jit

@@ -30,8 +30,8 @@ OUT_ROWS = 64
 UNROLLED = (8, 4, 2, 1)
 """Steps of a loop's turn in tiles of 128 rows: the most that divide them."""
 REGISTERS = {(1, 2): (240, 24, None), (1, 3): (160, 24, None), (2, 2): (104, 24, 80)}
-"""By programs a multiprocessor and groups that multiply: of each thread that multiplies, of each that copies, and of all
-as they start, where that is not what there is."""
+"""By programs a multiprocessor and groups that multiply: of each thread that multiplies, of each that copies, and of
+all as they start, where that is not what there is."""
 
 
 @attrs.frozen(kw_only=True)

@@ -11,8 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from .dependent import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 """How blocks of rows and weights lie in shared memory."""
@@ -298,9 +297,54 @@ def fp8_hopper_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_group, (given, gl.constexpr(0), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
-                (_group, (given, gl.constexpr(1), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
-                (_group, (given, gl.constexpr(2), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
+                (
+                    _group,
+                    (
+                        given,
+                        gl.constexpr(0),
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        TOGETHER,
+                        SCALE_ROWS,
+                        UNROLLED,
+                        OVERLAPPED,
+                        BIAS,
+                        BOX,
+                    ),
+                ),
+                (
+                    _group,
+                    (
+                        given,
+                        gl.constexpr(1),
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        TOGETHER,
+                        SCALE_ROWS,
+                        UNROLLED,
+                        OVERLAPPED,
+                        BIAS,
+                        BOX,
+                    ),
+                ),
+                (
+                    _group,
+                    (
+                        given,
+                        gl.constexpr(2),
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        TOGETHER,
+                        SCALE_ROWS,
+                        UNROLLED,
+                        OVERLAPPED,
+                        BIAS,
+                        BOX,
+                    ),
+                ),
                 (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
             ],
             [4, 4, 1],
@@ -309,8 +353,38 @@ def fp8_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_group, (given, gl.constexpr(0), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
-                (_group, (given, gl.constexpr(1), BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, OVERLAPPED, BIAS, BOX)),
+                (
+                    _group,
+                    (
+                        given,
+                        gl.constexpr(0),
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        TOGETHER,
+                        SCALE_ROWS,
+                        UNROLLED,
+                        OVERLAPPED,
+                        BIAS,
+                        BOX,
+                    ),
+                ),
+                (
+                    _group,
+                    (
+                        given,
+                        gl.constexpr(1),
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        TOGETHER,
+                        SCALE_ROWS,
+                        UNROLLED,
+                        OVERLAPPED,
+                        BIAS,
+                        BOX,
+                    ),
+                ),
                 (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
             ],
             [4, 1],
