@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_read
 import torch
 from gpu_common import Results, build
 
@@ -28,7 +29,7 @@ COMPARED = {name: (64, 512, 4096) if name == "example" else (512, 4096) for name
 DECODE = ((1, 8192), (1, 131072), (8, 8192), (64, 1024), (64, 8192), (256, 4096))
 
 
-def linear(name: str, rows: int, tuner: Any, bandwidth: float) -> dict[str, Any]:
+def linear(name: str, rows: int, tuner: Any, bandwidth: float, tables: bool) -> dict[str, Any]:
     """Microseconds of this package's answers, of the libraries, and of reading the weight once."""
     from deepinfer_nvidia_sm100.fp8_tuning import made_weights
     from deepinfer_nvidia_sm100.measure import microseconds, rotations
@@ -37,9 +38,10 @@ def linear(name: str, rows: int, tuner: Any, bandwidth: float) -> dict[str, Any]
     out_features, in_features = SHAPES[name]
     shape = (out_features, in_features, "bfloat16")
     found: dict[str, Any] = {"shape": f"{out_features}x{in_features}", "rows": rows}
-    found["plain"] = tuner.best("plain", shape, rows)
-    found["rounded"] = tuner.best("rounded", shape, rows)
+    found["plain"] = tuner.best("plain", shape, rows, tables)
+    found["rounded"] = tuner.best("rounded", shape, rows, tables)
     found["floor_us"] = out_features * in_features / bandwidth * 1e6
+    found["read_us"] = gpu_read.read_us(out_features * in_features)
     weights = made_weights(shape, rotations(out_features * in_features, 16))
     x = torch.randn(rows, in_features, device="cuda", dtype=torch.bfloat16)
     data, scale = quantise_rows(x)
@@ -131,8 +133,11 @@ def save_table(results: Results, path: Path) -> None:
         tuning.save(path, answers, f"fp8_{kind}")
 
 
-def measure(results: Results, bandwidth: float, quick: bool, attend: Callable[..., dict[str, Any]]) -> list[list[Any]]:
-    """All of it; rows of a table. ``attend(requests, context, bandwidth, cache_dtype)`` times decode attention."""
+def measure(
+    results: Results, bandwidth: float, quick: bool, tables: bool, attend: Callable[..., dict[str, Any]]
+) -> list[list[Any]]:
+    """All of it; rows of a table. ``attend(requests, context, bandwidth, cache_dtype)`` times decode attention;
+    ``tables``: tiles of the package's tables instead of the fastest of all."""
     from deepinfer_nvidia_sm100 import fp8_tuning
 
     rows: list[list[Any]] = []
@@ -146,11 +151,11 @@ def measure(results: Results, bandwidth: float, quick: bool, attend: Callable[..
     counts = (1, 64, 4096) if quick else fp8_tuning.ROWS
     names = list(SHAPES)[:1] if quick else list(SHAPES)
     tuner = fp8_tuning.Fp8Tuner()
-    tuner.compile([(*SHAPES[name], "bfloat16") for name in names], counts)
+    tuner.compile([(*SHAPES[name], "bfloat16") for name in names], counts, tables)
     for count in sorted(counts, key=lambda rows: rows not in (512, 4096)):  # first those that are compared
         for name in names:
             key = f"fp8 {name} {count}"
-            found = results.measure(key, lambda n=name, c=count: linear(n, c, tuner, bandwidth))
+            found = results.measure(key, lambda n=name, c=count: linear(n, c, tuner, bandwidth, tables))
             if "error" in found:
                 continue
             operations = 2e-6 * SHAPES[name][0] * SHAPES[name][1] * count

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_fp8
+import gpu_read
 import gpu_sampling
 import numpy as np
 import torch
@@ -226,9 +227,25 @@ def _attend_small(op: Any, where: StepLayout) -> None:
     op.run(query, cache, op.plan(where))
 
 
-def linear(name: str, rows: int, bandwidth: float, tuner: Any) -> dict[str, Any]:
+def tile_of_table(name: str, rows: int) -> Any:
+    """What the package's table says; None is cuBLAS, as for all numbers of rows that are not in it."""
+    from deepinfer_nvidia_sm100.tables import linear_tile
+
+    found = linear_tile(torch.device("cuda", torch.cuda.current_device()), *SHAPES[name][:2], rows)
+    return None if found == "thumb" else found
+
+
+def linear(name: str, rows: int, bandwidth: float, tuner: Any, tables: bool) -> dict[str, Any]:
     shape = SHAPES[name]
-    found = tuner.best(shape, rows)
+    if tables:
+        tile = tile_of_table(name, rows)
+        found = tuner.best(shape, rows, tiles=[] if tile is None else [tile])
+        found = {"rows": rows, "cublas_us": found["cublas_us"], "tile": tile} | {
+            "us": found["cublas_us"] if tile is None else found["few_rows_us"]
+        }
+    else:
+        found = tuner.best(shape, rows)
+    found["read_us"] = gpu_read.read_us(2 * shape[0] * shape[1])
     floor = 2 * shape[0] * shape[1] / bandwidth * 1e6
     tile = found.pop("tile")
     from deepinfer_nvidia_sm100.tables import numbers_of
@@ -303,6 +320,9 @@ def main() -> None:
         "--only", nargs="*", help="attention, linear, fp8, pointwise, sampling; shapes: tiles of attention"
     )
     parser.add_argument("--save-table", type=Path, help="file of tuned tiles that the linear part's answers go to")
+    parser.add_argument(
+        "--tables", action="store_true", help="products by the tiles of the package's tables, instead of trying all"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
@@ -344,13 +364,17 @@ def main() -> None:
         rows += tile_shapes(results, bandwidth)
     if "linear" in parts:
         tuner = tuning.Tuner()
-        counts = (1, 8, 64) if options.quick else tuning.ROWS
-        tuner.compile(SHAPES.values(), counts)
+        counts = (1, 8, 64) if options.quick else (1, 16, 64, 512, 2048) if options.tables else tuning.ROWS
+        if options.tables:
+            asked = [(SHAPES[name], count, tile_of_table(name, count)) for name in SHAPES for count in counts]
+            tuner.compile_tiles([item for item in asked if item[2] is not None])
+        else:
+            tuner.compile(SHAPES.values(), counts)
         print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
         for name in SHAPES:
             for count in counts:
                 key = f"linear {name} {count}"
-                found = results.measure(key, lambda n=name, c=count: linear(n, c, bandwidth, tuner))
+                found = results.measure(key, lambda n=name, c=count: linear(n, c, bandwidth, tuner, options.tables))
                 rows.append(
                     [key, found.get("us"), found.get("of_bandwidth"), found.get("cublas_us"), None, found.get("tile")]
                 )
@@ -361,7 +385,7 @@ def main() -> None:
         def attend(requests: int, context: int, bandwidth: float, kept: str) -> dict[str, Any]:
             return decode_attention(requests, context, bandwidth, sdpa=False, kept=kept)
 
-        rows += gpu_fp8.measure(results, bandwidth, options.quick, attend)
+        rows += gpu_fp8.measure(results, bandwidth, options.quick, options.tables, attend)
         if options.save_table:
             gpu_fp8.save_table(results, options.save_table)
     if "sampling" in parts:

@@ -11,7 +11,7 @@ import attrs
 import torch
 import triton
 
-from .fp8_tables import Answer, Kind, encoded
+from .fp8_tables import Answer, Kind, encoded, fp8_tile
 from .measure import microseconds, rotations
 from .ops import fp8_few_rows, fp8_hopper
 from .ops.few_rows import Tile
@@ -102,14 +102,15 @@ class Fp8Tuner:
         self._arrived = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
         self._programs = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS) -> None:
-        """Compile every candidate in threads of their own; the compiler leaves Python free."""
+    def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS, tables: bool = False) -> None:
+        """Compile every candidate in threads of their own; the compiler leaves Python free. ``tables``: only what the
+        package's tables say."""
         done: set[Any] = set()
         with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for shape in shapes:
                 for kind in KINDS:
                     for count in rows:
-                        for answer, call in self._calls(kind, shape, count, 1, compile_only=True):
+                        for answer, call in self._calls(kind, shape, count, 1, tables, compile_only=True):
                             numbers: Answer = answer
                             if isinstance(answer, Tile) and answer.splits > 1:
                                 numbers = attrs.evolve(answer, splits=2)
@@ -118,14 +119,15 @@ class Fp8Tuner:
                                 done.add(key)
                                 call[0]()
 
-    def best(self, kind: Kind, shape: Shape, rows: int) -> dict[str, Any]:
+    def best(self, kind: Kind, shape: Shape, rows: int, tables: bool = False) -> dict[str, Any]:
         """``answer`` as a table has it and its microseconds; for plain rows also ``widened_us``, of cuBLAS's way.
+        ``tables``: the answer of the package's tables, instead of the fastest.
 
         Rounding the rows, which all answers begin with, is not in the times.
         """
         timed: list[tuple[float, Answer]] = []
         sets = rotations(shape[0] * shape[1], 16)
-        for answer, calls in self._calls(kind, shape, rows, sets):
+        for answer, calls in self._calls(kind, shape, rows, sets, tables):
             try:
                 timed.append((microseconds(calls, rounds=3, target=1000.0), answer))
             except (RuntimeError, triton.runtime.errors.OutOfResources):
@@ -133,24 +135,36 @@ class Fp8Tuner:
         result: dict[str, Any] = {}
         if kind == "plain":
             result["widened_us"] = microseconds(self._widened(shape, rows, sets), rounds=3, target=1000.0)
-            timed.append((result["widened_us"], None))
+            if not (tables and timed):
+                timed.append((result["widened_us"], None))
         spent, chosen = min(timed, key=lambda item: item[0])
         return {"rows": rows, "answer": encoded(chosen), "us": spent, **result}
 
     def _calls(
-        self, kind: Kind, shape: Shape, rows: int, sets: int, compile_only: bool = False
+        self, kind: Kind, shape: Shape, rows: int, sets: int, tables: bool, compile_only: bool = False
     ) -> Iterator[tuple[Tile | ManyTile | HopperTile, list[Callable[[], object]]]]:
         out_features, in_features, out_dtype = shape
         weights = made_weights(shape, sets)
         x = torch.randn(rows, in_features, device="cuda").to(torch.bfloat16)
         data, scale = quantise_rows(x) if kind == "rounded" else (x, None)
         out = torch.empty((rows, out_features), device="cuda", dtype=getattr(torch, out_dtype))
-        for tile in few_candidates(rows) if rows <= MOST_FEW else ():
-            if sensible(tile, out_features, in_features, rows, self._programs):
+        for tile in self._answers(kind, shape, rows, tables):
+            if isinstance(tile, Tile):
                 yield tile, [self._few(data, scale, w, out, tile, compile_only) for w in weights]
-        if scale is not None and rows >= LEAST_MANY:
-            for many in many_candidates(rows):
-                yield many, [_many(data, scale, w, out, many, compile_only) for w in weights]
+            elif scale is not None:
+                yield tile, [_many(data, scale, w, out, tile, compile_only) for w in weights]
+
+    def _answers(self, kind: Kind, shape: Shape, rows: int, tables: bool) -> Iterator[Tile | ManyTile | HopperTile]:
+        if tables:
+            found = fp8_tile(kind, torch.device("cuda", torch.cuda.current_device()), shape[0], shape[1], rows)
+            if found is not None and found != "thumb":
+                yield found
+            return
+        for tile in few_candidates(rows) if rows <= MOST_FEW else ():
+            if sensible(tile, shape[0], shape[1], rows, self._programs):
+                yield tile
+        if kind == "rounded" and rows >= LEAST_MANY:
+            yield from many_candidates(rows)
 
     def _few(
         self,

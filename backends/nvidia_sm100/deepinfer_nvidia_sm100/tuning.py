@@ -111,15 +111,24 @@ class Tuner:
                 x, weights, out = made[shape, rows]
                 launch(x, weights[0], None, out, tile, self._arrived, gated=gated, compile_only=True)
 
-    def best(self, shape: Shape, rows: int, gated: bool = False, most_splits: int = SPLITS[-1]) -> dict[str, Any]:
+    def best(
+        self,
+        shape: Shape,
+        rows: int,
+        gated: bool = False,
+        most_splits: int = SPLITS[-1],
+        tiles: Iterable[Tile] | None = None,
+    ) -> dict[str, Any]:
         """``tile`` (None: cuBLAS), its microseconds, and cuBLAS's, with the activation's under ``gated``. Of tiles that
-        cut K, those into at most ``most_splits`` parts."""
+        cut K, those into at most ``most_splits`` parts. ``tiles``: try these and no others."""
         inputs = self._tensors(shape, rows, rotations(2 * shape[0] * shape[1], 8))
         x, weights, out = inputs
         cublas = microseconds([library(x, weight, out.dtype, gated) for weight in weights])
         timed: list[tuple[float, Tile | None]] = []
-        for tile in candidates(rows):
-            if tile.splits <= most_splits and _sensible(tile, shape, self._programs, gated):
+        if tiles is None:
+            tiles = (tile for tile in candidates(rows) if _sensible(tile, shape, self._programs, gated))
+        for tile in tiles:
+            if tile.splits <= most_splits:
                 us = self.microseconds(x, weights, out, tile, gated)
                 timed += [] if us is None else [(us, tile)]
         # A small weight may have no tile that is worth trying.
