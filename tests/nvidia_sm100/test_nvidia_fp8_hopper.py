@@ -24,8 +24,6 @@ TILES = [
     HopperTile(block_m=128, block_n=128, stages=5, together=3),
     HopperTile(block_m=128, block_n=128, stages=6, box=False),
     HopperTile(block_m=128, block_n=64, stages=8),
-    HopperTile(block_m=128, block_n=64, stages=4),
-    HopperTile(block_m=128, block_n=64, stages=3, box=False),
 ]
 SHAPES = [(1, 8, 128), (130, 200, 384), (64, 128, 256), (333, 1001, 1536), (700, 40000, 256), (5000, 300, 640)]
 

@@ -158,13 +158,20 @@ def test_tiles_of_many_rows(rows: int, out: int, inner: int, tile: ManyTile) -> 
 
 @pytest.mark.parametrize("activations", ["", ROUNDED])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_parts_of_a_long_product_are_added(splits: int, activations: str) -> None:
-    parts, values = weights((100,), 896)
-    packed = pack(request(100, 896, "float32"), DEVICE, parts, None)
-    x = inputs(5, 896, DTYPES[-1])
+@pytest.mark.parametrize(
+    ("inner", "block_k", "described"),
+    [(896, 128, False), (1024, 256, False), (896, 256, False), (1024, 256, True), (896, 128, True)],
+)
+def test_parts_of_a_long_product_are_added(
+    inner: int, block_k: int, described: bool, splits: int, activations: str
+) -> None:
+    """Also with two blocks in a turn of the loop, where their number is even, and brought by tensor descriptors."""
+    parts, values = weights((100,), inner)
+    packed = pack(request(100, inner, "float32"), DEVICE, parts, None)
+    x = inputs(5, inner, DTYPES[-1])
     data, scale = quantise_rows(here(x)) if activations else (here(x), None)
     arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    tile = Tile(block_n=32, block_m=16, block_k=128, splits=splits, stages=2, warps=4)
+    tile = Tile(block_n=32, block_m=16, block_k=block_k, splits=splits, stages=2, warps=4, described=described)
     results = []
     for _ in range(3):
         found = torch.full((5, 100), float("nan"), device=DEVICE)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from deepinfer_nvidia_sm100 import fp8_tables, fp8_tuning, tables, tuning
+from deepinfer_nvidia_sm100 import fp8_tables, fp8_tuning, table_file, tables, tuning
 from deepinfer_nvidia_sm100.command import fp8_shapes_of, shapes_of
 from deepinfer_nvidia_sm100.ops import fp8_hopper
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
@@ -110,15 +110,18 @@ def test_a_broken_table_of_answers_is_one_line(tmp_path: Path, text: str | None)
         tables.measured("sm_90", str(path), "fp8_plain")
 
 
-def test_what_is_tried_fits_the_chip() -> None:
-    for rows in (1, 16, 17, 64, 200):
-        tiles = list(fp8_tuning.few_candidates(rows))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_tried_fits_the_chip(kind: fp8_tables.Kind) -> None:
+    for rows in (1, 16, 17, 64, 128):
+        tiles = list(fp8_tuning.few_candidates(kind, rows))
         assert len(tiles) >= 6
-        assert all(tile.block_m >= min(rows, 128) and tile.block_k == 128 for tile in tiles)
+        assert all(tile.block_m >= rows and tile.block_k in (128, 256) for tile in tiles)
+        assert all(table_file.CHECKS[f"fp8_{kind}"](fp8_tables.encoded(tile)) is None for tile in tiles)
         assert any(fp8_tuning.sensible(tile, 7168, 4096, rows, 132) for tile in tiles)
     for out, inner in ((256, 128), (2048, 512), (32768, 1024)):
         for rows in (1, 64):
-            assert any(fp8_tuning.sensible(tile, out, inner, rows, 132) for tile in fp8_tuning.few_candidates(rows))
+            tiles = list(fp8_tuning.few_candidates(kind, rows))
+            assert any(fp8_tuning.sensible(tile, out, inner, rows, 132) for tile in tiles)
     assert all(tile.shared_bytes <= 227 * 1024 for tile in (*fp8_tuning.MANY, *fp8_tuning.HOPPER))
 
 

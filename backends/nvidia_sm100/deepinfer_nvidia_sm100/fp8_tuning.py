@@ -28,11 +28,33 @@ from .tuning import SHARED_BYTES, Shape
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Numbers of rows that are measured; one between two takes the answer of the larger."""
 KINDS: tuple[Kind, ...] = ("plain", "rounded")
-MOST_FEW = 256
+MOST_FEW = 128
 """Rows up to which tiles of few rows are tried."""
 LEAST_MANY = 64
 """Rows from which tiles of many rows are tried."""
-SPLITS = (1, 2, 4)
+SPLITS = (1, 2, 3, 4, 6, 8, 12)
+FEW: dict[Kind, tuple[tuple[int, int, int, int, bool], ...]] = {
+    "plain": (
+        (64, 128, 3, 4, False),
+        (64, 128, 3, 4, True),
+        (64, 128, 4, 4, True),
+        (64, 256, 2, 4, False),
+        (64, 256, 3, 4, True),
+        (128, 128, 3, 8, False),
+        (128, 128, 3, 8, True),
+    ),
+    "rounded": (
+        (64, 128, 4, 4, False),
+        (64, 128, 4, 4, True),
+        (64, 256, 3, 4, False),
+        (64, 256, 3, 4, True),
+        (64, 256, 4, 4, False),
+        (64, 256, 4, 4, True),
+        (128, 128, 4, 4, True),
+        (128, 256, 3, 8, False),
+    ),
+}
+"""Columns, inner elements, stages and warps of tiles of few rows, and whether tensor descriptors bring them."""
 MANY = tuple(
     ManyTile(block_m=m, block_n=n, halves=halves, stages=stages, warps=warps, each=each, box=box, prefetch=prefetch)
     for m, n, halves, stages, warps, each, box, prefetch in (
@@ -63,7 +85,6 @@ HOPPER = tuple(
         (128, 128, 5, 16),
         (128, 64, 8, 8),
         (128, 64, 6, 8),
-        (128, 64, 4, 8),
     )
 )
 """The same for compute capability 9.0 alone."""
@@ -76,13 +97,21 @@ def many_candidates(rows: int) -> tuple[ManyTile | HopperTile, ...]:
     return (*MANY, *HOPPER) if rows <= MOST_FEW else HOPPER
 
 
-def few_candidates(rows: int) -> Iterator[Tile]:
+def few_candidates(kind: Kind, rows: int) -> Iterator[Tile]:
     """Tiles of few rows worth trying."""
     block_m = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
-    for block_n, stages, warps in ((32, 6, 4), (64, 4, 4), (64, 6, 4), (128, 4, 4)):
+    for block_n, block_k, stages, warps, described in FEW[kind]:
         for splits in SPLITS:
-            tile = Tile(block_n=block_n, block_m=block_m, block_k=128, splits=splits, stages=stages, warps=warps)
-            if 128 * (block_n + 2 * block_m) * stages <= SHARED_BYTES:
+            tile = Tile(
+                block_n=block_n,
+                block_m=block_m,
+                block_k=block_k,
+                splits=splits,
+                stages=stages,
+                warps=warps,
+                described=described,
+            )
+            if block_k * (block_n + (2 if kind == "plain" else 1) * block_m) * stages <= SHARED_BYTES:
                 yield tile
 
 
@@ -160,7 +189,7 @@ class Fp8Tuner:
             if found is not None and found != "thumb":
                 yield found
             return
-        for tile in few_candidates(rows) if rows <= MOST_FEW else ():
+        for tile in few_candidates(kind, rows) if rows <= MOST_FEW else ():
             if sensible(tile, shape[0], shape[1], rows, self._programs):
                 yield tile
         if kind == "rounded" and rows >= LEAST_MANY:

@@ -1,8 +1,9 @@
 """Products of few rows with FP8 weights: the weight is read once, at one byte an element.
 
 The tile is turned over as in :mod:`.few_rows`. Rows that stay as they are meet weights that are widened in registers,
-scale included, which is exact: a power of two times e4m3 fits into bfloat16. Rounded rows (:mod:`.quantise_rows`)
-meet them in FP8, and sums over 128 inner elements are scaled outside of the matrix unit.
+which is exact; rounded rows (:mod:`.quantise_rows`) meet them in FP8. Sums over 128 inner elements are scaled outside
+of the matrix unit. With a tile of two blocks of 128 inner elements, these reach the memory side by side: 256 bytes of a
+row of the weight are read at a higher rate than 128.
 
 Floor: bytes of the weight, N·K, for up to about 100 rows (200 where rows are rounded); operations beyond.
 """
@@ -14,11 +15,10 @@ import triton
 import triton.language as tl
 
 from .dependent import dependent, take_turn
+from .described_rows import describable, described
 from .few_rows import Tile, parts_of
+from .fp8_weight import GROUP
 from .starting import starter
-
-ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether there is a compiler for it."""
 
 
 @triton.jit
@@ -28,26 +28,6 @@ def _scales(scale, column, step, steps, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl
         return tl.load(scale + (tl.min(column, axis=0) // SCALE_ROWS * steps + step) + tl.arange(0, 1))
     else:
         return tl.load(scale + column // SCALE_ROWS * steps + step, mask=column < N, other=0.0)
-
-
-@triton.jit
-def _widened(values, dtype: tl.constexpr):
-    """Exact. Assembly that is not said to be pure stays before the way to the matrix unit: so FP8 leaves shared memory
-    16 bytes at a time, and all products of a step are under way at once."""
-    if ASSEMBLY and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b, c, d, e, f; .reg .b32 p, q; .reg .f32 w, x, y, z; mov.b32 {a, b}, $2; "
-            "cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; mov.b32 {c, d}, p; mov.b32 {e, f}, q; "
-            "cvt.f32.f16 w, c; cvt.f32.f16 x, d; cvt.f32.f16 y, e; cvt.f32.f16 z, f; "
-            "cvt.rn.bf16x2.f32 $0, x, w; cvt.rn.bf16x2.f32 $1, z, y; }",
-            "=r,=r,r",
-            [values],
-            dtype=tl.bfloat16,
-            is_pure=False,
-            pack=4,
-        )
-    else:
-        return values.to(tl.float32).to(dtype)
 
 
 @triton.jit(do_not_specialize=["M", "scale_stride", "splits"])
@@ -75,28 +55,32 @@ def fp8_few_rows_kernel(
     EVEN_N: tl.constexpr,
     BIAS: tl.constexpr,
     ROUNDED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (ceil(N / BLOCK_N), splits, ceil(M / BLOCK_M)). ``weight [N, K]`` e4m3, ``x [M, K]``, ``out [M, N]``.
 
     ``scale [ceil(N / SCALE_ROWS), K / 128]`` float32; BLOCK_K divides 128, which divides K. ROUNDED: x is e4m3 and
-    ``x_scale [K / 128, M]`` float32. ``partial [splits, M, N]`` float32; ``arrived`` int32, a zero for each tile of
+    ``x_scale [K / 128, M]`` float32. DESCRIBED: x and weight are descriptors of blocks ``[BLOCK_M, BLOCK_K]`` and
+    ``[BLOCK_N, BLOCK_K]``. ``partial [splits, M, N]`` float32; ``arrived`` int32, a zero for each tile of
     ``out``, zero again afterwards.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = tl.program_id(2) * BLOCK_M
+    row = first_row + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
     steps = K // 128
     each = tl.cdiv(tl.cdiv(steps, splits) * 128, BLOCK_K * TOGETHER) * BLOCK_K * TOGETHER
     low = split * each
     high = tl.minimum(low + each, K)
-    weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
-    inputs = x + row[None, :] * x_stride + inner[:, None]
     column_mask = column < N
     row_mask = row < M
+    if not DESCRIBED:
+        weights = weight + column.to(tl.int64)[:, None] * K + inner[None, :]
+        inputs = x + row[None, :] * x_stride + inner[:, None]
     take_turn(DEPENDENT)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # Scales are asked for one step ahead: their way from the cache would be waited for in every step.
@@ -112,16 +96,21 @@ def fp8_few_rows_kernel(
             scales = by_row
             group = tl.minimum((k + BLOCK_K) // 128, steps - 1)
             factor = _scales(scale, column, group, steps, N, SCALE_ROWS, BLOCK_N)
-            if EVEN_N:
-                left = tl.load(weights + k)
+            if DESCRIBED:
+                left = weight.load([tile * BLOCK_N, k])
+                right = x.load([first_row, k]).T
             else:
-                left = tl.load(weights + k, mask=column_mask[:, None], other=0.0)
-            right = tl.load(inputs + k, mask=row_mask[None, :], other=0.0)
+                if EVEN_N:
+                    left = tl.load(weights + k)
+                else:
+                    left = tl.load(weights + k, mask=column_mask[:, None], other=0.0)
+                right = tl.load(inputs + k, mask=row_mask[None, :], other=0.0)
             if ROUNDED:
                 by_row = tl.load(x_scale + group * scale_stride + row, mask=row_mask, other=0.0)
                 acc += tl.dot(left, right) * (by_column[:, None] * scales[None, :])
             else:
-                wide = _widened(left, right.dtype)
+                # By way of float32, in the order that the matrix unit takes from registers. In one step it is slower.
+                wide = left.to(tl.float32).to(right.dtype)
                 acc += tl.dot(wide, right, input_precision=PRECISION) * by_column[:, None]
     place = row[None, :].to(tl.int64) * N + column[:, None]
     mask = column_mask[:, None] & row_mask[None, :]
@@ -146,8 +135,8 @@ def fp8_few_rows_kernel(
 
 def together(tile: Tile, inner: int) -> int:
     """Steps of 128 elements that a turn of the loop takes: their loads reach the memory side by side."""
-    steps = max(1, tile.block_k // 128)
-    return steps if inner // 128 % steps == 0 else 1
+    steps = max(1, tile.block_k // GROUP)
+    return steps if inner // GROUP % steps == 0 else 1
 
 
 def launch(
@@ -166,11 +155,13 @@ def launch(
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says; ``x_scale`` with rows in e4m3."""
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = parts_of(x, columns, tile.splits, out)
+    step = min(tile.block_k, GROUP)
+    describe = tile.described and describable(x) and describable(weight)
     grid = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
     starter(fp8_few_rows_kernel, grid, compile_only=compile_only)(
-        x,
+        described(x, tile.block_m, step) if describe else x,
         scale if x_scale is None else x_scale,
-        weight,
+        described(weight, tile.block_n, step) if describe else weight,
         scale,
         out if bias is None else bias,
         out,
@@ -184,13 +175,14 @@ def launch(
         tile.splits,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
-        BLOCK_K=min(tile.block_k, 128),
+        BLOCK_K=step,
         TOGETHER=together(tile, inner),
         SCALE_ROWS=scale_rows,
         SPLIT=tile.splits > 1,
         EVEN_N=columns % tile.block_n == 0,
         BIAS=bias is not None,
         ROUNDED=x_scale is not None,
+        DESCRIBED=describe,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

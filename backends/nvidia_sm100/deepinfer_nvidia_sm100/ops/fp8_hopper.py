@@ -29,9 +29,8 @@ OUT_ROWS = 64
 """Rows of a tile that a group multiplies at a time, as one instruction takes them."""
 UNROLLED = (8, 4, 2, 1)
 """Steps of a loop's turn in tiles of 128 rows: the most that divide them."""
-REGISTERS = {(1, 2): (240, 24, None), (1, 3): (160, 24, None), (2, 2): (104, 24, 80)}
-"""By programs a multiprocessor and groups that multiply: of each thread that multiplies, of each that copies, and of
-all as they start, where that is not what there is."""
+REGISTERS = {2: (240, 24), 3: (160, 24)}
+"""By groups that multiply: of each of their threads, and of those that copy."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,11 +47,6 @@ class HopperTile:
     def groups(self) -> int:
         """Of four warps that multiply."""
         return 3 if self.block_m == 192 else 2
-
-    @property
-    def programs(self) -> int:
-        """On a multiprocessor: two of narrow tiles with short rings, which then start while the kernel before ends."""
-        return 2 if (self.block_m, self.block_n) == (128, 64) and self.stages <= 4 else 1
 
     @property
     def height(self) -> int:
@@ -97,16 +91,14 @@ def launch(
     box = tile.box and out.element_size() == 2 and columns % 8 == 0  # rows of 16 bytes, which the copy engine wants
     boxes = [OUT_ROWS, tile.block_n] if box else None
     given = x, x_scale, weight, scale, bias, out, tile.height, tile.block_n, boxes
-    multiplying, copying, starting = REGISTERS[tile.programs, tile.groups]
-    programs = min(tiles, tile.programs * multiprocessors(x.device))
-    starter(fp8_hopper_kernel, (programs,), compile_only=compile_only)(
+    multiplying, copying = REGISTERS[tile.groups]
+    starter(fp8_hopper_kernel, (min(tiles, multiprocessors(x.device)),), compile_only=compile_only)(
         *operands(describe, *given),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         TOGETHER=tile.together,
         SCALE_ROWS=scale_rows,
-        OVERLAPPED=tile.block_m == 128 and tile.programs == 1,
         UNROLLED=next(size for size in UNROLLED if inner // GROUP % size == 0),
         BIAS=bias is not None,
         BOX=box,
@@ -114,6 +106,5 @@ def launch(
         MULTIPLYING=multiplying,
         COPYING=copying,
         num_warps=4,
-        maxnreg=starting,
         **dependent(x),
     )

@@ -17,6 +17,8 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank
 """How blocks of rows and weights lie in shared memory."""
 SWIZZLED_OUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 """And results in 16 bits."""
+ZERO, ONE, TWO = (gl.constexpr(number) for number in range(3))
+"""Of groups that multiply."""
 
 
 @gluon.jit
@@ -28,22 +30,9 @@ def _tile_of(number, rows, columns, TOGETHER: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
-    x,
-    weight,
-    x_ring,
-    weight_ring,
-    full,
-    empty,
-    M,
-    N,
-    K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):
+def _copy(given, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr):
     """The warp that copies: blocks of rows and of the weight, as soon as their place in the ring is free."""
+    x, weight, x_ring, weight_ring, full, empty, M, N, K = given
     rows = gl.cdiv(M, BLOCK_M)
     columns = gl.cdiv(N, BLOCK_N)
     HEIGHT: gl.constexpr = x.block_shape[0]
@@ -193,8 +182,8 @@ def _by_turns(
     NUMBER: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """A group that multiplies 64 rows of a tile, or 128 by halves: there are registers for one product, and while it
-    is added the matrix unit works for other groups."""
+    """A group that multiplies 64 of a tile's 192 rows, or 128 of its 256 by halves: there are registers for one
+    product, and while it is added the matrix unit works for the other groups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
     )
@@ -244,12 +233,11 @@ def _by_turns(
 @gluon.jit
 def _group(
     given, NUMBER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, OVERLAPPED: gl.constexpr,
-    BIAS: gl.constexpr, BOX: gl.constexpr,
+    TOGETHER: gl.constexpr, SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, BIAS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride = given
     mine = staged.index(NUMBER)
-    if OVERLAPPED:
+    if BLOCK_M == 128:
         _overlapped(
             x_ring, weight_ring, mine, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride,
             NUMBER, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX,
@@ -267,7 +255,7 @@ def _group(
 def fp8_hopper_kernel(
     x, x_scale, weight, scale, bias, out, out_box, M, N, K, scale_stride,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr, OVERLAPPED: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, UNROLLED: gl.constexpr,
     BIAS: gl.constexpr, BOX: gl.constexpr, OUT_LAYOUT: gl.constexpr, MULTIPLYING: gl.constexpr, COPYING: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):  # fmt: skip
@@ -294,58 +282,14 @@ def fp8_hopper_kernel(
         gdc_launch_dependents()
         gdc_wait()
     given = (x_ring, weight_ring, staged, full, empty, x_scale, scale, bias, out, out_box, M, N, K, scale_stride)
+    copied = (x, weight, x_ring, weight_ring, full, empty, M, N, K)
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (
-                    _group,
-                    (
-                        given,
-                        gl.constexpr(0),
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        TOGETHER,
-                        SCALE_ROWS,
-                        UNROLLED,
-                        OVERLAPPED,
-                        BIAS,
-                        BOX,
-                    ),
-                ),
-                (
-                    _group,
-                    (
-                        given,
-                        gl.constexpr(1),
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        TOGETHER,
-                        SCALE_ROWS,
-                        UNROLLED,
-                        OVERLAPPED,
-                        BIAS,
-                        BOX,
-                    ),
-                ),
-                (
-                    _group,
-                    (
-                        given,
-                        gl.constexpr(2),
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        TOGETHER,
-                        SCALE_ROWS,
-                        UNROLLED,
-                        OVERLAPPED,
-                        BIAS,
-                        BOX,
-                    ),
-                ),
-                (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
+                (_group, (given, ZERO, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_group, (given, ONE, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_group, (given, TWO, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_copy, (copied, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
             ],
             [4, 4, 1],
             [MULTIPLYING, MULTIPLYING, COPYING],
@@ -353,39 +297,9 @@ def fp8_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _group,
-                    (
-                        given,
-                        gl.constexpr(0),
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        TOGETHER,
-                        SCALE_ROWS,
-                        UNROLLED,
-                        OVERLAPPED,
-                        BIAS,
-                        BOX,
-                    ),
-                ),
-                (
-                    _group,
-                    (
-                        given,
-                        gl.constexpr(1),
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        TOGETHER,
-                        SCALE_ROWS,
-                        UNROLLED,
-                        OVERLAPPED,
-                        BIAS,
-                        BOX,
-                    ),
-                ),
-                (_copy, (x, weight, x_ring, weight_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
+                (_group, (given, ZERO, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_group, (given, ONE, BLOCK_M, BLOCK_N, STAGES, TOGETHER, SCALE_ROWS, UNROLLED, BIAS, BOX)),
+                (_copy, (copied, BLOCK_M, BLOCK_N, STAGES, TOGETHER)),
             ],
             [4, 1],
             [MULTIPLYING, COPYING],
