@@ -92,9 +92,9 @@ def _first(*problems: str | None) -> str | None:
 
 
 def _tile(numbers: Sequence[Any], weight_bytes: int, row_bytes: int) -> str | None:
-    """``[block_n, block_m, block_k, splits, stages, warps]``, and true where tensor descriptors are used."""
-    if len(numbers) not in (6, 7) or (len(numbers) == 7 and numbers[6] is not True):
-        return "expected [block_n, block_m, block_k, splits, stages, warps], and perhaps true"
+    """``[block_n, block_m, block_k, splits, stages, warps]``, and up to two flags, as :class:`.few_rows.Tile` says."""
+    if not 6 <= len(numbers) <= 8 or not all(isinstance(flag, bool) for flag in numbers[6:]):
+        return "expected [block_n, block_m, block_k, splits, stages, warps], and perhaps true or false, twice at most"
     block_n, block_m, block_k, splits, stages, warps = numbers[:6]
     wrong = _first(
         _power("block_n", block_n, 16, 256),
@@ -113,7 +113,7 @@ def _plain(numbers: Sequence[Any]) -> str | None:
 
 def _gated(numbers: Sequence[Any]) -> str | None:
     wrong = _tile(numbers, 2, 2)
-    if wrong is None and len(numbers) == 7 and (numbers[3] != 1 or numbers[0] < 128):
+    if wrong is None and any(numbers[6:7]) and (numbers[3] != 1 or numbers[0] < 128):
         return "tensor descriptors end in a gate by one part and 128 columns or more"
     return wrong
 
@@ -164,6 +164,7 @@ def _hopper(numbers: Sequence[Any]) -> str | None:
 CHECKS: dict[str, Callable[[Sequence[Any]], str | None]] = {
     "linear": _plain,
     "gated_linear": _gated,
+    "between_attention": _plain,
     "fixed_linear": _plain,
     "fixed_gated_linear": _gated,
     "fp8_plain": _fp8(2),
