@@ -148,7 +148,7 @@ def measure(
             key = f"cache {kept} {requests}x{context}"
             found = results.measure(key, lambda r=requests, c=context, k=kept: attend(r, c, bandwidth, k))
             rows.append([key, found.get("us"), found.get("of_bandwidth")])
-    counts = (1, 64, 4096) if quick else fp8_tuning.ROWS
+    counts = (1, 64, 4096) if quick else (1, 16, 64, 128, 512, 4096) if tables else fp8_tuning.ROWS
     names = list(SHAPES)[:1] if quick else list(SHAPES)
     tuner = fp8_tuning.Fp8Tuner()
     tuner.compile([(*SHAPES[name], "bfloat16") for name in names], counts, tables)
