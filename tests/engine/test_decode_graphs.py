@@ -76,6 +76,29 @@ def test_recorded_steps_give_the_same_tokens(checkpoint: Path, ahead: bool, bloc
     assert {1, 2, 4, 8} <= set(recording_device.REPLAYS)
 
 
+def test_padding_touches_the_null_block_alone(checkpoint: Path) -> None:
+    """Rows past a step's own: token 0 of a request of one token whose blocks are all the null block."""
+    padded = []
+    with LLM(checkpoint, accelerator="recording", dtype="float32", config=CONFIG) as llm:
+        graphs = llm.engine.core.runner.graphs
+        assert graphs is not None
+        inner, buffers = graphs.run, graphs._buffers
+
+        def run(inputs: Any, history: Any) -> Any:
+            found, rows = inner(inputs, history), len(inputs.positions)
+            size = next(size for size in rows_grid(12) if size >= rows)
+            padded.append(size - rows)
+            assert not buffers.positions[rows:size].any()
+            assert (buffers.seq_lens[rows:size] == 1).all()
+            assert not any(table[rows:size].any() for table in buffers.tables.values())
+            return found
+
+        graphs.run = run  # type: ignore[method-assign]
+        params = [SamplingParams(temperature=0, max_tokens=4 + 3 * n, ignore_eos=True) for n in range(11)]
+        assert not any(o.error for o in llm.generate([[1 + n] * (3 + n) for n in range(11)], params))
+    assert max(padded) > 2
+
+
 def test_cached_prompts_leave_shared_blocks_alone(checkpoint: Path) -> None:
     """A full prefix hit is one row that must not write its block: that step is not a recorded one."""
     prompts = [[5] * 16] * 4

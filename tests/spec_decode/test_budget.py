@@ -67,6 +67,13 @@ def test_ties_are_settled_and_closed_under_prefixes() -> None:
         assert counts.tolist() == [min(4, total), min(4, max(0, total - 4)), max(0, total - 8)]
 
 
+def test_of_equal_budgets_the_smallest_is_taken() -> None:
+    """Certain drafts at the price of their rows bring nothing: verifying none is as good as any number."""
+    for rows in (1, 2):
+        found = global_budget(np.ones((rows, 4)), np.full(rows, 4), rows, lambda m: np.asarray(m, np.float64))
+        assert found == early_stop_budget(np.ones((rows, 4)), np.full(rows, 4), rows, lambda m: 2.0 * m) == 0
+
+
 def test_zero_and_nan_rows_do_no_harm() -> None:
     chances = np.array([[0.9, 0.5], [np.nan, np.nan], [0.0, 0.0], [np.inf, -1.0]])
     caps = np.array([2, 2, 2, 2])
