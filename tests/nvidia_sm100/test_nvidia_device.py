@@ -1,0 +1,97 @@
+"""The GPU as the engine sees it, where there is none: the calls it makes of torch, in their order, and its errors."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from deepinfer_nvidia_sm100.device import CudaDevice
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of torch.cuda."""
+    said: list[str] = []
+
+    @contextmanager
+    def recording(graph: Any, pool: Any, capture_error_mode: str) -> Any:
+        said.append(f"record in {pool}, {capture_error_mode}")
+        yield
+        said.append("recorded")
+
+    pools = iter(("pool 1", "pool 2", "pool 3"))
+    stream = SimpleNamespace(synchronize=lambda: said.append("work is done"))
+    event = SimpleNamespace(record=lambda: None, query=lambda: True, synchronize=lambda: said.append("event"))
+    fakes = {
+        "Event": lambda: event,
+        "Stream": lambda *_: stream,
+        "current_stream": lambda *_: stream,
+        "set_device": lambda _: None,
+        "synchronize": lambda *_: said.append("all is done"),
+        "graph_pool_handle": lambda: next(pools),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: said.append("replay")),
+        "graph": recording,
+        "mem_get_info": lambda *_: (100, 1000),
+        "memory_reserved": lambda *_: 70,
+        "memory_allocated": lambda *_: 30,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return said
+
+
+def opened() -> CudaDevice:
+    return CudaDevice(cast(Any, SimpleNamespace(type="cuda")))
+
+
+def test_a_graph_is_recorded_after_a_run_and_all_share_one_pool(calls: list[str]) -> None:
+    """The run before compiles and allocates, which a recording must not."""
+    device = opened()
+
+    def work() -> str:
+        calls.append("work")
+        return "result"
+
+    graphs = [device.capture(work) for _ in range(2)]
+    one = ["all is done", "work", "all is done", "record in pool 1, thread_local", "work", "recorded"]
+    assert calls == [*one, *one]
+    calls.clear()
+    assert graphs[0].replay() == "result"
+    assert calls == ["replay"]
+
+
+def test_a_synchronous_loop_waits_in_submit_and_one_ahead_does_not(calls: list[str]) -> None:
+    device = opened()
+    event = device.stream(overlap=False).submit(lambda: 3)
+    assert calls == ["work is done"]
+    assert event.wait() == 3
+    calls.clear()
+    event = device.stream(overlap=True).submit(lambda: 4)
+    assert calls == []
+    assert event.wait() == 4
+    assert calls == ["event"]
+
+
+def test_free_memory_counts_what_torch_keeps_unused(calls: list[str]) -> None:
+    memory = opened().memory()
+    assert (memory.total, memory.free) == (1000, 140)
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_no_memory_is_told_from_other_faults(calls: list[str], error: Any, full: bool) -> None:
+    assert opened().is_out_of_memory(error) is full
