@@ -123,7 +123,7 @@ def _build(
         clock=clock,
     )
     token_limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
-    runner = _open_runner(planned, planner, model, ops, memory, token_limit, with_module=module is not None)
+    runner = _open_runner(planned, planner, model, ops, memory, token_limit)
     speculator = _open_speculator(planned, checkpoint, planner, runner, module)
     ends = eos_token_ids(checkpoint, tokenizer)
     constraints = open_constraints(
@@ -241,8 +241,6 @@ def _open_runner(
     ops: OpTable,
     memory: CacheMemory,
     token_limit: int,
-    *,
-    with_module: bool,
 ) -> Runner:
     spec, device = planned.spec, planned.device
     drafts = planned.config.speculation.max_draft_tokens
@@ -257,7 +255,7 @@ def _open_runner(
         vocab_size=spec.vocab_size,
         token_limit=token_limit,
         extra_stages=planned.stages,
-        graphs=None if with_module else _graphs(planned, model, ops, memory.cache, memory.layer_caches),
+        graphs=_graphs(planned, model, ops, memory.cache, memory.layer_caches),
         groups=[g.name for g in spec.cache_groups],
         spare=0 if planned.drafter is None else reserve(_planned_module(planned), drafts),
     )

@@ -45,8 +45,12 @@ def graph_mode(
     model_ops: Iterable[str],
     choices: Iterable[Choice],
     providers: Iterable[tuple[str, Provider]],
+    *,
+    with_module: bool = False,
 ) -> str:
     """:data:`ON`, or ``"operator by operator: <why>"``, as ``explain`` shows it.
+
+    ``with_module``: a draft module reads layers and rows of every step, which a recording does not give out.
 
     Raises:
         ConfigError: ``scheduling.decode_graphs`` is true and it cannot be.
@@ -57,6 +61,8 @@ def graph_mode(
     why = ""
     if not isinstance(device, CapturesGraphs):
         why = "this device records no graphs"
+    elif with_module:
+        why = "a draft module reads every step"
     else:
         slots = {*model_ops, "slot_mapping"}
         caps = {(p.op, f"{plugin}:{p.name}"): p.caps for plugin, p in providers}

@@ -214,7 +214,9 @@ def make_plan(
             **({} if constraints is None else {"grammars": f"{constraints[0]}:{constraints[1].name}"}),
             **device.describe(),
             "loop": loop,
-            "decode_graphs": graph_mode(config, device, {*spec.ops, *spec.regions}, choices, providers),
+            "decode_graphs": graph_mode(
+                config, device, {*spec.ops, *spec.regions}, choices, providers, with_module=module is not None
+            ),
             **({} if drafter is None else drafter.facts(config)),
         },
     )

@@ -1,4 +1,4 @@
-"""Memory that runs out while weights and caches are placed, while steps are recorded and measured, and in a replay."""
+"""Memory that runs out while weights and caches are placed, while steps are recorded, and in a replay."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from test_decode_graphs import CONFIG
 from toys import recording_device
-from toys.checkpoints import open_toy, write_toy
-from toys.models import Toy
-from toys.oracle import count_tokens
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.api import ConfigError, DeviceError
@@ -135,27 +132,3 @@ def test_weights_and_caches_that_do_not_fit_are_one_line(
         patched.setattr("torch.zeros", no_room)
         with pytest.raises(ConfigError, match=r"kv_cache: 120 blocks take .* lower kv_cache.num_blocks"):
             opened(checkpoint)
-
-
-@pytest.mark.parametrize("most", [0, 3])
-def test_costs_are_measured_as_far_as_the_memory_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """A drafter's cost table, when the engine starts."""
-    plain = Toy.forward
-
-    def forward(self: Any, batch: Any, plan: Any) -> Any:
-        if len(batch.token_ids) > most:
-            raise RuntimeError(FULL)
-        return plain(self, batch, plan)
-
-    directory = write_toy(tmp_path / "toy", "Count")
-    settings = {"speculation__method": "ngram", "speculation__schedule": "confidence"}
-    with monkeypatch.context() as patched:
-        patched.setattr(Toy, "forward", forward)
-        llm = open_toy(directory, **settings, plugins__spec_decode__cost_cache="off")
-    source = llm.explain()["facts"]["cost table"]
-    assert source.startswith("measured now, 3 step sizes up to 3 rows" if most else "none: the memory has no room")
-    (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8))
-    assert output.outputs[0].token_ids == count_tokens([7], 8, 64)
-    llm.close()

@@ -1,4 +1,4 @@
-"""What a cost table on disk holds for: another machine, model or version measures anew."""
+"""Cost tables of an engine: what one on disk holds for, and how far they go where memory runs out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import attrs
 import pytest
 from speculating import drafting
 from toys.checkpoints import open_toy, write_toy
+from toys.models import Toy
+from toys.oracle import count_tokens
 
+from deepinfer_core import SamplingParams
 from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.engine.speculation_start import cost_key
+
+FULL = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +49,27 @@ def test_everything_that_changes_costs_is_in_the_key(planned: tuple[Any, Path], 
     ]
     assert len({tuple(sorted(each.items())) for each in [first, *found]}) == 1 + len(found)
     assert plan.device["evidence"] in first["device"]
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_costs_are_measured_as_far_as_the_memory_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A drafter's cost table, when the engine starts."""
+    plain = Toy.forward
+
+    def forward(self: Any, batch: Any, plan: Any) -> Any:
+        if len(batch.token_ids) > most:
+            raise RuntimeError(FULL)
+        return plain(self, batch, plan)
+
+    directory = write_toy(tmp_path / "toy", "Count")
+    settings = {"speculation__method": "ngram", "speculation__schedule": "confidence"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Toy, "forward", forward)
+        llm = open_toy(directory, **settings, plugins__spec_decode__cost_cache="off")
+    source = llm.explain()["facts"]["cost table"]
+    assert source.startswith("measured now, 3 step sizes up to 3 rows" if most else "none: the memory has no room")
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8))
+    assert output.outputs[0].token_ids == count_tokens([7], 8, 64)
+    llm.close()
