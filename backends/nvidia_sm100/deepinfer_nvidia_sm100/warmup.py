@@ -35,6 +35,8 @@ SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "prompt logprobs": {"prompt_logprobs": 3},
     "everything": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "frequency_penalty": 0.1},
 }
+SHARED = 704
+"""Tokens of a prefix that is found again: a few rows over a long context, alone and beside others."""
 NEW_TOKENS = 3
 TOGETHER = 5
 """Requests of one kind that run together, after one alone."""
@@ -54,6 +56,10 @@ def batches(host: CommandHost, longest: int) -> Iterator[Batch]:
     for lengths in ((9, 130, 1, 33), (1, 3, 8, 2)):
         mixed = [[3] * min(length, room) for length in lengths]
         yield "prompts together", mixed, [greedy] * len(mixed)
+    shared = [3] * min(SHARED, room - 2)
+    for others in ([], [[*shared, 7, 8]], [[*shared, 9, 10], [9] * min(40, room)]):
+        some = [[*shared, 5, 6 + len(others)], *others]
+        yield "prompts after a prefix", some, [greedy] * len(some)
     for count in ROWS:
         yield f"{count} together", [[3, 4, 5]] * count, [greedy] * count
     for name, fields in SAMPLING.items():
