@@ -116,7 +116,8 @@ def requests(row: Row, strangers: Row) -> tuple[list[list[int]], list[SamplingPa
     rng = random.Random(random.randrange(10**6))
     shared = [rng.randrange(97, 123) for _ in range(9)]
     count = OTHER["together"][row["together"]]
-    prompts = [[*shared, *(rng.randrange(97, 123) for _ in range(rng.randrange(1, 12)))] for _ in range(8)]
+    lengths = [rng.randrange(1, 12) for _ in range(count)]
+    prompts = [[*shared, *(rng.randrange(97, 123) for _ in range(length))] for length in lengths]
     return prompts, [params_of(row if i % 2 else strangers, seed=i) for i in range(count)]
 
 
