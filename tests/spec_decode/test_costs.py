@@ -99,6 +99,35 @@ def test_a_slower_machine_is_told_from_longer_contexts(factor: float, slope: flo
         assert at(costs, rows) == pytest.approx([true], rel=0.03)
 
 
+@pytest.mark.parametrize("sizes", [(16,), (15, 16), (14, 15, 16)])
+def test_steps_of_nearly_one_size_leave_the_table_its_shape(sizes: tuple[int, ...]) -> None:
+    """A busy while falls on one of the sizes: that is not what a row costs. What such steps took is what they cost."""
+    table = [(1, 5.0), (16, 18.0), (64, 45.0)]
+    for slow in sizes:
+        costs = StepCosts(table)
+        for step in range(2000):
+            rows = sizes[step // 40 % len(sizes)]
+            plain = float(costs.measured(np.array([rows]))[0])
+            costs.observe(cost(rows, plain * (1.3 if rows == slow else 1.0)))
+        assert costs._factor > 0.8
+        assert 0.98 * 18.0 <= at(costs, 16)[0] <= 1.35 * 18.0
+        assert at(costs, 64)[0] / at(costs, 16)[0] == pytest.approx(45.0 / 18.0, rel=0.15)
+
+
+def test_a_slope_that_nothing_confirms_fades() -> None:
+    """It was of long contexts; since then all steps are of one size, quick, and cost what they take."""
+    costs = StepCosts([(1, 5.0), (16, 18.0), (64, 45.0)])
+    for step in range(300):
+        rows = (1, 16, 64)[step % 3]
+        costs.observe(cost(rows, float(costs.measured(np.array([rows]))[0]) + 2.0 * rows))
+    assert at(costs, 64)[0] == pytest.approx(45.0 + 128.0, rel=0.03)
+    for _ in range(2000):
+        costs.observe(cost(16, 12.0))
+        if costs._steps[0][0] == 16 and len({rows for rows, _ in costs._steps}) == 1 and costs._since_fit == 0:
+            assert at(costs, 16)[0] == pytest.approx(12.0, rel=0.01)
+    assert at(costs, 1, 64) == pytest.approx([5.0 * 12 / 18, 45.0 * 12 / 18], rel=0.02)
+
+
 def test_more_rows_are_never_credited() -> None:
     """Larger steps that were quicker than measured show noise, not rows that cost less than nothing."""
     costs = StepCosts([(1, 1.0), (4, 2.0)])

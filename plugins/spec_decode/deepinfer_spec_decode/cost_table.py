@@ -23,8 +23,11 @@ FIRST_FIT, FIT_EACH = 8, 32
 FIT_ROUNDS = 8
 LEAST_ERROR = 0.01
 """Relative errors below it count alike."""
-SPREAD = 1.1
-"""Of rows a second between the steps fitted to, for a slope to be told from a factor."""
+LOADS = 0.1
+"""Steps of one size differ from those of another by so much for other reasons, as other work on the machine: what a
+slope is believed depends on how much more than that rows a second differ between the steps fitted to."""
+FADING = 0.1
+"""Of a slope that steps of one size neither confirm nor deny, at each fit."""
 DRAFT_SAMPLES = 9
 LEAST_SHARE = 0.25
 """Of the measured cost that a correction leaves."""
@@ -65,8 +68,8 @@ class StepCosts:
     Between measured sizes the cost is interpolated, beyond them it goes on as between the last two. It never falls
     with more rows: a size that took longer than a larger one was disturbed, and costs at most what that one does.
     What steps really take corrects it: a factor where all are slower, as beside other work, and seconds for each row,
-    since contexts are longer than those of the measurement. Steps of one size alone cannot tell them apart: then it is
-    the factor, which leaves open what more rows cost over fewer. ``fits`` counts corrections.
+    since contexts are longer than those of the measurement. Steps of one size, or nearly, cannot tell them apart: then
+    it is the factor, which leaves the table its shape. ``fits`` counts corrections.
     """
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
@@ -159,23 +162,34 @@ class StepCosts:
             self._known[count] = median(times)
 
     def _fit(self) -> None:
-        """Factor and slope with the least absolute error, relative to the measured costs (so that some disturbed steps
-        do no harm), by reweighted least squares. Sizes too much alike leave the slope as it was."""
+        """Factor and slope with the least absolute error, relative to the measured costs, so that some disturbed steps
+        do no harm. As far as the sizes are too much alike to tell a slope, it is that of before, which fades."""
         self._since_fit = 0
         rows, found = np.array(self._steps, np.float64).T
         plain = self.measured(rows)
         share, ratio = rows / plain, found / plain
-        alike = share.max() < SPREAD * share.min()
-        factor, slope = float(np.median(ratio - self._slope * share)), self._slope
-        for _ in range(0 if alike else FIT_ROUNDS):
-            weight = 1 / np.maximum(np.abs(ratio - factor - slope * share), LEAST_ERROR)
-            weight /= weight.sum()
-            away = share - (weight * share).sum()
-            spread = float((weight * away**2).sum())
-            slope = max(float((weight * away * ratio).sum()) / spread, 0.0) if spread else 0.0
-            factor = float((weight * (ratio - slope * share)).sum())
-            if factor < LEAST_SHARE:
-                factor = LEAST_SHARE
-                slope = max(0.0, float((weight * share * (ratio - factor)).sum() / (weight * share**2).sum()))
-        self._factor, self._slope = max(factor, LEAST_SHARE), slope
+        spread = float(share.std() / share.mean())
+        trust = spread**2 / (spread**2 + LOADS**2)
+        slope = (1 - trust) * (1 - FADING) * self._slope
+        if trust:
+            slope += trust * _slope(share, ratio)
+        factor = float(np.median(ratio - slope * share))
+        if factor < LEAST_SHARE:  # what these steps took stands, whatever their shape
+            factor = LEAST_SHARE
+            slope = max(0.0, float(np.median((ratio - factor) / share)))
+        self._factor, self._slope = factor, slope
         self.fits += 1
+
+
+def _slope(share: Array, ratio: Array) -> float:
+    """Of ``ratio`` over ``share``: least absolute error by reweighted least squares. Not below 0, nor so much that less
+    than :data:`LEAST_SHARE` would be left for the factor."""
+    factor, slope = float(np.median(ratio)), 0.0
+    for _ in range(FIT_ROUNDS):
+        weight = 1 / np.maximum(np.abs(ratio - factor - slope * share), LEAST_ERROR)
+        weight /= weight.sum()
+        away = share - (weight * share).sum()
+        spread = float((weight * away**2).sum())
+        slope = max(float((weight * away * ratio).sum()) / spread, 0.0) if spread else 0.0
+        factor = float((weight * (ratio - slope * share)).sum())
+    return min(slope, max(0.0, float(np.median(ratio) - LEAST_SHARE) / float(np.median(share))))
