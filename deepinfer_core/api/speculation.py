@@ -109,11 +109,13 @@ class Proposal:
             verified.
         scores: ``[R, n, V]`` float32 whose softmax the tokens were drawn from, or None: each was certain (one-hot).
             Only rows under the rejection rule are read.
+        learned: the confidence is how often drafts were accepted lately: verifying alone tells whether it changed.
     """
 
     tokens: torch.Tensor
     confidence: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    learned: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -234,6 +236,7 @@ class VerifyCost:
         decode: True when all rows belong to decoding requests.
         absorb_seconds: of ``draft_seconds``, absorbing alone.
         chances: ``[drafted, n]`` float64 survival of the drafts that this step made, None where it made none.
+        learned: these are rates of earlier verdicts (:attr:`Proposal.learned`).
     """
 
     rows: int
@@ -244,6 +247,7 @@ class VerifyCost:
     decode: bool
     absorb_seconds: float = 0.0
     chances: np.ndarray[Any, Any] | None = None
+    learned: bool = False
 
 
 class DraftSchedule(Protocol):

@@ -224,6 +224,7 @@ class Runner:
                 decode=bool((ready.plan.counts == ready.plan.samples).all()),
                 absorb_seconds=drafting.absorb_seconds,
                 chances=None if result.proposed is None else result.proposed.chances,
+                learned=result.proposed is not None and result.proposed.learned,
             )
         return result
 

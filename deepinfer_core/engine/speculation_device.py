@@ -55,10 +55,14 @@ class BlockRows:
 
 @attrs.frozen(kw_only=True)
 class Proposed:
-    """What the host learns of new drafts: ``slots [R]``, ``chances [R, n]`` float64 survival, 0 where there is none."""
+    """What the host learns of new drafts: ``slots [R]``, ``chances [R, n]`` float64 survival, 0 where there is none.
+
+    ``learned`` as in Proposal.
+    """
 
     slots: Array
     chances: Array
+    learned: bool
 
 
 @attrs.define(kw_only=True)
@@ -395,4 +399,4 @@ class DraftRuntime:
             chances=chances,
             scores=proposal.scores,
         )
-        return Proposed(slots=slots, chances=chances)
+        return Proposed(slots=slots, chances=chances, learned=proposal.learned)

@@ -46,7 +46,12 @@ class BlockDrafter:
             confidence = rates[: step.depth].expand(drafted.tokens.shape)
         else:
             confidence = self._calibration.confidence(drafted.confidence, step)
-        return Proposal(tokens=drafted.tokens, confidence=confidence, scores=drafted.scores)
+        return Proposal(
+            tokens=drafted.tokens,
+            confidence=confidence,
+            scores=drafted.scores,
+            learned=drafted.confidence is None,
+        )
 
     def verified(self, results: Sequence[Verified]) -> None:
         self._rates.learn(results)

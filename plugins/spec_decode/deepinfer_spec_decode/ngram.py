@@ -63,7 +63,7 @@ class NGramDrafter:
         history = step.state.history[step.slots, : int(step.host_anchors.max()) + 1]
         tokens = lookup(history, step.anchors, step.depth, self._settings.ngram_max, self._settings.ngram_min)
         rates = torch.from_numpy(self._rates.confidence()).to(tokens.device)
-        return Proposal(tokens=tokens, confidence=rates.expand(tokens.shape))
+        return Proposal(tokens=tokens, confidence=rates.expand(tokens.shape), learned=True)
 
     def verified(self, results: Sequence[Verified]) -> None:
         self._rates.learn(results)

@@ -13,10 +13,14 @@ PRIOR_TRIED, PRIOR_ACCEPTED = 4.0, 3.0
 """What is assumed before anything was seen."""
 
 
-class AcceptanceRates:
-    """Conditional acceptance rates, forgetting slowly."""
+MEMORY = 48
+"""Drafts remembered, so that a few probes of drafting that has stopped can tell that the text is another."""
 
-    def __init__(self, depth: int, memory: int = 2000) -> None:
+
+class AcceptanceRates:
+    """Conditional acceptance rates of the last ``memory`` drafts or so."""
+
+    def __init__(self, depth: int, memory: float = MEMORY) -> None:
         self._tried = np.full(depth, PRIOR_TRIED)
         self._accepted = np.full(depth, PRIOR_ACCEPTED)
         self._memory = memory
@@ -27,9 +31,9 @@ class AcceptanceRates:
             tried = min(result.accepted + 1, result.proposed)
             self._tried[:tried] += 1
             self._accepted[: result.accepted] += 1
-        if self._tried[0] > self._memory:
-            self._tried /= 2
-            self._accepted /= 2
+        kept = np.minimum(1.0, self._memory / self._tried)
+        self._tried *= kept
+        self._accepted *= kept
 
     def confidence(self) -> np.ndarray[Any, Any]:
         """``[depth]`` float32: chance that draft j is accepted if all before it are."""

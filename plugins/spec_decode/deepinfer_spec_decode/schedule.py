@@ -68,6 +68,7 @@ class ConfidenceSchedule:
         self._probe_seconds = 0.0  # what that took
         self._in_vain = 0
         self._learned_on = 0
+        self._learned = False  # what drafters say is what was accepted of their drafts
         self._costs_began(StepCosts([(1, 1.0)]))
 
     def _costs_began(self, costs: StepCosts) -> None:
@@ -92,6 +93,8 @@ class ConfidenceSchedule:
         return source
 
     def budget(self, survival: Array, caps: Array, rows: int, *, delayed: bool) -> int:
+        if self._learned and not self._on:
+            return int(caps.sum())  # a probe tells nothing unless it is verified
         search = global_budget if delayed else early_stop_budget
         return search(survival, caps, rows, self._round_costs(rows))
 
@@ -147,6 +150,11 @@ class ConfidenceSchedule:
         self._clock += cost.target_seconds + cost.draft_seconds
         if cost.drafted and not self._on:
             self._probe_seconds = cost.draft_seconds
+        elif cost.decode and cost.rows > cost.requests and not self._on:
+            alone, whole = self.costs(np.array([cost.requests, cost.rows]))
+            self._probe_seconds += cost.target_seconds * (1 - float(alone / whole))
+        if cost.chances is not None:
+            self._learned = cost.learned
         if cost.chances is not None and len(cost.chances):
             self._learn(cost.chances)
 
