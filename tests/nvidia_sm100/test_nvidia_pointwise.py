@@ -93,6 +93,8 @@ def test_embedding(dtype: str) -> None:
     found = ours.run(here(ids), ours.prepare(weight))
     assert torch.equal(found.cpu(), theirs.run(ids, theirs.prepare(weight)))
     assert ours.run(here(ids[:0]), ours.prepare(weight)).shape == (0, 1100)
+    column = here(torch.stack((ids, ids.new_full((4,), 7)), 1))[:, 0]  # ids need not lie side by side
+    assert torch.equal(ours.run(column, ours.prepare(weight)).cpu(), theirs.run(ids, theirs.prepare(weight)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

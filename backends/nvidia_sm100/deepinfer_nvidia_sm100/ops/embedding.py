@@ -17,12 +17,12 @@ BLOCK = 1024
 
 
 @triton.jit
-def embedding_kernel(token_ids, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def embedding_kernel(token_ids, table, out, step, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    token = tl.load(token_ids + row)
+    token = tl.load(token_ids + row * step)
     tl.store(out + row * WIDTH + column, tl.load(table + token * WIDTH + column, mask=mask), mask=mask)
 
 
@@ -43,5 +43,6 @@ class Embedding:
         out = torch.empty((rows, width), dtype=weight.dtype, device=weight.device)
         if rows:
             grid = (rows, triton.cdiv(width, BLOCK))
-            embedding_kernel[grid](token_ids, weight, out, WIDTH=width, BLOCK=BLOCK, **dependent(out))
+            step = token_ids.stride(0)  # ids may be a column of several
+            embedding_kernel[grid](token_ids, weight, out, step, WIDTH=width, BLOCK=BLOCK, **dependent(out))
         return out
