@@ -23,6 +23,7 @@ from deepinfer_core.api import (
     LinearRequest,
     PlanError,
     RmsNormRequest,
+    RopeRequest,
     SwigluRequest,
     WeightPart,
 )
@@ -180,6 +181,38 @@ class SwigluByTiles:
             result: torch.Tensor = self._reference.run(gate_up)
             return result
         return torch.cat([self._reference.run(row) for row in torch.split(gate_up, 1)])
+
+
+class RopeByTiles:
+    """Rotates pairs of channels, each row by itself where the device is the host."""
+
+    def __init__(self, request: RopeRequest, context: BuildContext) -> None:
+        self._reference: Any = context.reference(request)
+        self._device = context.device
+        row = random_row(2, request.head_dim, dtype=dtype_named(request.dtype), device=context.device)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            positions = torch.full((len(x),), request.max_positions - 1, dtype=torch.int64, device=x.device)
+            return self.run(x, self.plan(positions))
+
+        with threads(context.num_threads):
+            require_steady(turned, row, f"rotation of {request.head_dim} channels")
+
+    def plan(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T]`` int64 -> the positions' cos and sin, as ``run`` needs them."""
+        if self._device.type != "cpu" or len(positions) < 2:
+            found: tuple[torch.Tensor, torch.Tensor] = self._reference.plan(positions)
+            return found
+        cos, sin = zip(*(self._reference.plan(row) for row in torch.split(positions, 1)), strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
+    def run(self, x: torch.Tensor, plan: tuple[torch.Tensor, torch.Tensor], inverse: bool = False) -> torch.Tensor:
+        """``[T, heads, head_dim]`` -> same shape; ``inverse`` turns the other way."""
+        if self._device.type != "cpu" or x.shape[0] < 2:
+            whole: torch.Tensor = self._reference.run(x, plan, inverse)
+            return whole
+        rows = zip(*(torch.split(part, 1) for part in (x, *plan)), strict=True)
+        return torch.cat([self._reference.run(row, (cos, sin), inverse) for row, cos, sin in rows])
 
 
 class HyperConnectionByTiles:

@@ -211,6 +211,7 @@ def deepinfer_pointwise(device: DeviceInfo) -> Sequence[Provider]:
         pointwise("hyper_head", "hyper_head", "hyper_connection:HyperHead", float32),
         pointwise("quantise_dequantise", "quantise_dequantise", "rounding:QuantiseDequantise", _any),
         pointwise("rms_norm_by_tiles", "rms_norm", "by_tiles:RmsNormByTiles", _any, by_tiles),
+        pointwise("rope_by_tiles", "rope", "by_tiles:RopeByTiles", _any, by_tiles),
         pointwise("swiglu_by_tiles", "swiglu", "by_tiles:SwigluByTiles", _any, by_tiles),
         pointwise("hyper_connection_by_tiles", "hyper_connection", "by_tiles:HyperConnectionByTiles", _any, by_tiles),
         pointwise("hyper_head_by_tiles", "hyper_head", "by_tiles:HyperHeadByTiles", _any, by_tiles),
