@@ -16,7 +16,7 @@ the step (:class:`DeviceDrafter`), perhaps with a draft module that the engine b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
@@ -139,6 +139,8 @@ class DraftStep:
         taps: what leaves the target's layers named in ``DraftModuleSpec.taps``, or what the module keeps of it, each
             ``[T, ...]``.
         last_rows: ``[R]`` int64, the row whose token is the anchor.
+        reread: ``counts [R]`` on the host -> batches, to be run in this order, of the last ``counts[r]`` rows before
+            each anchor, with their tokens, in the module's caches; none has more rows than a step may have.
         block: ``(tokens [R, n], offset)`` -> a batch of n rows a request in the module's caches, the first at
             ``anchor + offset``.
         choose: ``(scores [R, V] float32, j)`` -> ``(tokens [R], scores [R, V] | None)``: draws draft j as its request
@@ -159,6 +161,7 @@ class DraftStep:
     next_tokens: Callable[[], torch.Tensor]
     taps: Sequence[torch.Tensor]
     last_rows: torch.Tensor
+    reread: Callable[[np.ndarray[Any, Any]], Iterator[ModelBatch]]
     block: Callable[[torch.Tensor, int], ModelBatch]
     choose: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -194,7 +197,11 @@ class DeviceDrafter(Protocol):
         ...
 
     def absorb(self, step: DraftStep) -> None:
-        """Keep what later drafts need of the rows that the target ran. Called in every step; R may be 0."""
+        """Keep what later drafts need of the rows that the target ran.
+
+        Called for every step, in their order. Those that draft for nobody, R = 0, may be shown some steps later, but
+        before the next that drafts and before another request has one of their slots.
+        """
         ...
 
     def propose(self, step: DraftStep) -> Proposal:
@@ -237,6 +244,7 @@ class VerifyCost:
         absorb_seconds: of ``draft_seconds``, absorbing alone.
         chances: ``[drafted, n]`` float64 survival of the drafts that this step made, None where it made none.
         learned: these are rates of earlier verdicts (:attr:`Proposal.learned`).
+        steps: itself and how many before it that were not measured: of those without drafts only some are.
     """
 
     rows: int
@@ -248,6 +256,7 @@ class VerifyCost:
     absorb_seconds: float = 0.0
     chances: np.ndarray[Any, Any] | None = None
     learned: bool = False
+    steps: int = 1
 
 
 class DraftSchedule(Protocol):

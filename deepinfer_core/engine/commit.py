@@ -166,7 +166,7 @@ class Committer:
         """
         table = self.slots
         kept, computed = np.ones(len(tokens), bool), plan.starts + plan.counts
-        if self.speculator is None and not plan.drafts:
+        if not plan.drafts and (self.speculator is None or plan is step.plan):
             return kept, computed, []
         if self.speculator is not None:
             self.speculator.hold()

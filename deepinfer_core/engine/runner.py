@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -169,6 +169,8 @@ class Runner:
         """A step whose drafts only the step before it knows; ``known``: one that none are offered to."""
         assert self.drafting is not None
         try:
+            if plan.admitted:
+                self.drafting.admits()
             if known is not None:
                 return self._run(known, self.drafting, masks[0] if masks else None)
             resolved = self.drafting.resolve(plan)
@@ -193,7 +195,8 @@ class Runner:
         if inputs.drafts is not None:
             self._write_drafts(inputs.drafts)
         history = self.state.sampling.history
-        hidden, batch, taps = self._target(inputs, history, drafting)
+        groups = self.target_caches if drafting is None or ready.plan.drafts_nothing else self.layer_caches
+        hidden, batch, taps = self._target(inputs, history, drafting, groups)
         prompts = [self._prompt(hidden, p) for p in inputs.prompts]
         return Passed(hidden, batch, taps, prompts, started)
 
@@ -204,17 +207,23 @@ class Runner:
         sampled = self._sample_rows(passed.hidden, ready, drafting, masks) if len(inputs.sample_rows) else None
         result = StepResult(ready=ready, sampled=sampled, prompts=passed.prompts, masks=masks)
         if drafting is not None:
-            tokens = np.zeros(0, np.int64) if sampled is None else self.device.download(sampled.tokens)
+            idle = ready.plan.drafts_nothing
+            measures = drafting.measures if idle else "step"
+            tokens = np.zeros(0, np.int64)
+            if sampled is not None and measures != "nothing":
+                tokens = self.device.download(sampled.tokens)
             between = time.perf_counter()
             ran = TargetRows(
                 plan=ready.plan,
                 inputs=inputs,
                 batch=passed.batch,
                 taps=passed.taps,
-                tokens=tokens,
+                tokens=None if idle else tokens,
                 active=ready.needs.active,
             )
             result.proposed = drafting.after(ran)
+            if measures != "step":
+                return result
             result.cost = VerifyCost(
                 rows=len(inputs.positions),
                 requests=len(inputs.counts),
@@ -225,13 +234,14 @@ class Runner:
                 absorb_seconds=drafting.absorb_seconds,
                 chances=None if result.proposed is None else result.proposed.chances,
                 learned=result.proposed is not None and result.proposed.learned,
+                steps=drafting.measured(),
             )
         return result
 
     def _target(
-        self, inputs: StepInputs, history: torch.Tensor, drafting: DraftRuntime | None
+        self, inputs: StepInputs, history: torch.Tensor, drafting: DraftRuntime | None, groups: Iterable[str]
     ) -> tuple[torch.Tensor, ModelBatch | None, Sequence[torch.Tensor]]:
-        """``[T, hidden]`` of the model; the batch with all cache groups unless a graph ran; what a drafter reads."""
+        """``[T, hidden]`` of the model; the batch with the groups named unless a graph ran; what a drafter reads."""
         if self.graphs is not None and self.graphs.takes(inputs):
             return self.graphs.run(inputs, history), None, ()
         upload = self.device.upload
@@ -239,7 +249,7 @@ class Runner:
         whole = ModelBatch(
             token_ids=self.ops.input_ids.run(history, upload(inputs.row_slots), positions),
             positions=positions,
-            layouts=self._layouts(inputs, positions, row_requests),
+            layouts=self._layouts(inputs, positions, row_requests, groups),
             caches=self.layer_caches,
         )
         batch = attrs.evolve(
@@ -310,14 +320,19 @@ class Runner:
             self.state.sampling.history, upload(drafts.slots), upload(drafts.positions), upload(drafts.tokens)
         )
 
+    def step_layouts(self, inputs: StepInputs, groups: Iterable[str]) -> dict[str, StepLayout]:
+        """Layouts of a step's rows in the groups named."""
+        upload = self.device.upload
+        return self._layouts(inputs, upload(inputs.positions), upload(inputs.row_requests), groups)
+
     def _layouts(
-        self, inputs: StepInputs, positions: torch.Tensor, row_requests: torch.Tensor
+        self, inputs: StepInputs, positions: torch.Tensor, row_requests: torch.Tensor, groups: Iterable[str]
     ) -> dict[str, StepLayout]:
         upload = self.device.upload
         cu_seqlens, seq_lens = upload(inputs.cu_seqlens), upload(inputs.seq_lens)
         layouts = {}
-        for name, host_table in inputs.tables.items():
-            table = upload(host_table)
+        for name in groups:
+            table = upload(inputs.tables[name])
             mapping = self.ops.slot_mapping.run(table, row_requests, positions)
             if inputs.redirect_below is not None:
                 # A fully cached prompt recomputes its last token: its shared cache row stays as it is.

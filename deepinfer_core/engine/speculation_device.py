@@ -7,8 +7,8 @@ really came. On an accelerator that is one small read-back a step; on the host i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
@@ -42,6 +42,12 @@ log = structlog.get_logger("deepinfer.speculation")
 
 Array = np.ndarray[Any, Any]
 MakeLayouts = Callable[["BlockRows"], Mapping[str, StepLayout]]
+
+IDLE_STEPS, IDLE_ROWS = 32, 1024
+"""Steps without drafts, and their rows, that a drafter is shown together: each by itself would meet cold caches."""
+
+MEASURED_EACH = 8
+"""Steps without drafts of which one is measured."""
 
 
 @attrs.frozen(kw_only=True)
@@ -83,13 +89,16 @@ class _Pending:
 
 @attrs.frozen(kw_only=True)
 class TargetRows:
-    """What the target ran in this step, and ``tokens [N]`` it sampled. ``batch`` is None where a graph ran."""
+    """What the target ran in this step, and ``tokens [N]`` it sampled, None where no drafts are concerned.
+
+    ``batch`` is None where a graph ran; it has the module's cache groups where there are drafts.
+    """
 
     plan: StepPlan
     inputs: StepInputs
     batch: ModelBatch | None
     taps: Sequence[torch.Tensor]
-    tokens: Array
+    tokens: Array | None
     active: frozenset[str]
 
 
@@ -97,8 +106,10 @@ class DraftRuntime:
     """One device drafter in use. Whatever it does wrong costs drafts, never a request.
 
     Args:
+        layouts, step_layouts: the engine's layouts of a drafter's own rows, and of a step's with the groups named.
         caches: module's cache group -> (engine's name of it, its layers' caches); empty without a module.
         keep: what the module reads of what leaves the target's layers ``taps``.
+        most_rows: of a batch that the module runs at once.
         always_judge: judge by rejection also drafts that come without a distribution; the draw accepts those as often.
     """
 
@@ -111,11 +122,13 @@ class DraftRuntime:
         sampler: Sampler,
         append: Callable[..., None],
         layouts: MakeLayouts,
+        step_layouts: Callable[[StepInputs, Iterable[str]], Mapping[str, StepLayout]],
         cache: KVCache,
         caches: Mapping[str, tuple[str, Sequence[LayerCache]]],
         taps: Sequence[int],
         keep: Callable[[torch.Tensor], torch.Tensor],
         depth: int,
+        most_rows: int,
         token_limit: int,
         vocab_size: int,
         slots: int,
@@ -134,12 +147,17 @@ class DraftRuntime:
         self._state = state
         self._sampler = sampler
         self._append = append
+        self._most_rows = most_rows
         self._layouts = layouts
+        self._step_layouts = step_layouts
         self._cache = cache
         self._caches = caches
         self._always_judge = always_judge
         self._schedule = schedule
         self._behind = np.zeros(slots, np.int64)
+        self._unseen: list[TargetRows] = []
+        self._unseen_rows = 0
+        self._unmeasured = 0
         self._pending: _Pending | None = None
         self._nobody = device.upload(np.zeros(0, np.int64))
         self._generator = torch.Generator(device.torch_device)
@@ -150,6 +168,22 @@ class DraftRuntime:
     def forget(self) -> None:
         """The step failed: what the one before it left is of no use any more."""
         self._pending = None
+
+    def admits(self) -> None:
+        """Slots get other requests now: the steps before are shown to the drafter while their tokens stand there."""
+        self._show_unseen()
+
+    @property
+    def measures(self) -> Literal["step", "end", "nothing"]:
+        """Whether a step without drafts is measured. The end of the one before it must be waited for, on a device
+        that works behind the host's back."""
+        left = MEASURED_EACH - self._unmeasured
+        return "step" if left <= 1 else "end" if left == 2 else "nothing"
+
+    def measured(self) -> int:
+        """How many steps the measured one stands for, itself included."""
+        count, self._unmeasured = self._unmeasured, 0
+        return count
 
     def resolve(self, plan: StepPlan) -> StepPlan:
         """The plan with its true starts, and with the drafts that are verified."""
@@ -214,13 +248,16 @@ class DraftRuntime:
         turn = plan.turn
         assert turn is not None
         self._pending = None
-        if not turn.propose and not plan.drafts:
+        self.absorb_seconds = 0.0
+        self._unmeasured += 1
+        if ran.tokens is None:
             self._behind[plan.slots] = turn.caps
-            try:
-                self._absorb(self._idle_step(ran))
-            except Exception:
-                self._failed()
+            self._unseen.append(ran)
+            self._unseen_rows += len(ran.inputs.positions)
+            if len(self._unseen) >= IDLE_STEPS or self._unseen_rows >= IDLE_ROWS:
+                self._show_unseen()
             return None
+        self._show_unseen()
         accepted = accepted_drafts(plan, ran.tokens)
         self._behind[plan.slots] = turn.caps - accepted
         try:
@@ -236,7 +273,16 @@ class DraftRuntime:
     def _absorb(self, step: DraftStep) -> None:
         started = time.perf_counter()
         self.drafter.absorb(step)
-        self.absorb_seconds = time.perf_counter() - started
+        self.absorb_seconds += time.perf_counter() - started
+
+    def _show_unseen(self) -> None:
+        """Let the drafter absorb the steps that drafted for nobody, in their order."""
+        unseen, self._unseen, self._unseen_rows = self._unseen, [], 0
+        for ran in unseen:
+            try:
+                self._absorb(self._idle_step(ran))
+            except Exception:
+                self._failed()
 
     def _failed(self) -> None:
         self.failures += 1
@@ -261,6 +307,7 @@ class DraftRuntime:
             next_tokens=lambda: self._next_tokens(ran),
             taps=ran.taps,
             last_rows=self._nobody,
+            reread=lambda counts: iter(()),
             block=refuse,
             choose=refuse,
         )
@@ -268,7 +315,9 @@ class DraftRuntime:
     def _rows(self, ran: TargetRows) -> ModelBatch | None:
         if not self._caches or ran.batch is None:
             return None
-        return self._batch(ran.batch.token_ids, ran.batch.layouts)
+        names = [engine for engine, _ in self._caches.values()]
+        known = ran.batch.layouts
+        return self._batch(ran.batch.token_ids, known if names[0] in known else self._step_layouts(ran.inputs, names))
 
     def _places(self, ran: TargetRows) -> dict[str, Array]:
         plan, inputs = ran.plan, ran.inputs
@@ -292,6 +341,7 @@ class DraftRuntime:
         return history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64)
 
     def _step(self, ran: TargetRows, turn: DraftTurn, accepted: Array) -> tuple[DraftStep, Array]:
+        assert ran.tokens is not None
         plan, upload = ran.plan, self.device.upload
         verified = np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
         advance = plan.counts - (verified - accepted)
@@ -329,10 +379,27 @@ class DraftRuntime:
             next_tokens=lambda: self._next_tokens(ran),
             taps=ran.taps,
             last_rows=last_rows,
+            reread=lambda counts: self._reread(plan.slots[chosen], anchors, counts, tables),
             block=block,
             choose=choose,
         )
         return step, chosen
+
+    def _reread(self, slots: Array, anchors: Array, counts: Array, tables: Mapping[str, Array]) -> Iterator[ModelBatch]:
+        """The last ``counts`` rows before the anchors, as ``DraftStep.reread`` says."""
+        left = np.minimum(counts, anchors).astype(np.int64)
+        while left.any():
+            taken = first_come(left, self._most_rows)
+            some = np.nonzero(taken)[0]
+            starts = (anchors - left)[some]
+            rows = BlockRows(
+                starts=starts, counts=taken[some], tables={name: table[some] for name, table in tables.items()}
+            )
+            layouts = self._layouts(rows)
+            owners = self.device.upload(np.repeat(slots[some], taken[some]))
+            positions = next(iter(layouts.values())).positions
+            yield self._batch(self._state.history[owners, positions].to(torch.int64), layouts)
+            left -= taken
 
     def _batch(self, token_ids: torch.Tensor, layouts: Mapping[str, StepLayout]) -> ModelBatch:
         """The module's view: its own names of the groups."""

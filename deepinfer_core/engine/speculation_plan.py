@@ -55,6 +55,10 @@ def first_come(caps: Array, total: int) -> Array:
     return counts
 
 
+ASKED_EACH = 8
+"""Steps without drafts, of the same requests, of which the schedule is asked in one whether to draft again."""
+
+
 class DraftPlanner:
     """Plans verification for a device drafter.
 
@@ -88,6 +92,8 @@ class DraftPlanner:
         self._survival = np.ones((slots.slots, depth))
         self._turns = 0
         self._last_turn = np.zeros(slots.slots, np.int64)
+        self._idle: DraftTurn | None = None  # of the step before, if nothing was drafted in it
+        self._idle_steps = 0
 
     def caps(self, decodes: Array, budget: int) -> tuple[Array, int]:
         """Most drafts of each decoding slot, their blocks owned, and how many may be verified in all.
@@ -132,6 +138,9 @@ class DraftPlanner:
 
     def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
         """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""
+        if self._rests(slots):
+            assert self._idle is not None
+            return self._idle
         room = (samples > 0) & (tops + self.reserve <= self.max_model_len)
         wanted = int(room.sum())
         if wanted and self.schedule is not None:
@@ -152,7 +161,17 @@ class DraftPlanner:
             self._last_turn[slots[room]] = self._turns
         floating = self.slots.slack[slots] > 0
         rejects = self.slots.unseeded[slots] if self.judges_by_rejection else None
-        return DraftTurn(caps=caps, total=total, floating=floating, room=room, propose=propose, rejects=rejects)
+        turn = DraftTurn(caps=caps, total=total, floating=floating, room=room, propose=propose, rejects=rejects)
+        self._idle = None if propose or total or floating.any() else turn
+        return turn
+
+    def _rests(self, slots: Array) -> bool:
+        """True when the step is as the one before it, which drafted nothing, and it need not be asked again yet."""
+        if self._idle is None or len(self._idle.caps) != len(slots):
+            self._idle_steps = 0
+            return False
+        self._idle_steps = (self._idle_steps + 1) % ASKED_EACH
+        return self._idle_steps != 0
 
     def _chosen(self, room: Array, slots: Array, count: int) -> Array:
         """``count`` of the requests that have room, those first whose last turn is longest ago."""
@@ -177,6 +196,7 @@ class DraftPlanner:
 
     def entered(self, slot: int) -> None:
         """Another sequence took the slot: nothing is known of its drafts, so they count as certain."""
+        self._idle = None
         self._offered[slot] = False
         self._survival[slot] = 1.0
         self._last_turn[slot] = 0

@@ -44,6 +44,11 @@ class StepPlan:
         return turn is None or not (self.drafts or turn.caps.any() or turn.floating.any())
 
     @property
+    def drafts_nothing(self) -> bool:
+        """True when no drafts are verified, and a device drafter is to make none. Of a plan whose drafts are known."""
+        return not self.drafts and (self.turn is None or not self.turn.propose)
+
+    @property
     def num_tokens(self) -> int:
         """Rows; with a device drafter at most as many as may be verified in all."""
         spare = 0 if self.turn is None or self.drafts else int(self.turn.caps.sum()) - self.turn.total

@@ -19,6 +19,7 @@ from v4_drafters import V4, dspark, mtp
 
 from deepinfer_core import SamplingParams
 from deepinfer_core.api import ModelBatch
+from deepinfer_core.engine import speculation_plan
 
 WINDOW = 8
 """Of the tiny models' draft caches."""
@@ -41,6 +42,7 @@ def now_and_then(monkeypatch: pytest.MonkeyPatch, rng: random.Random, limit: int
         return rng.choice([0, 0, 0, 1, 2, requests])
 
     monkeypatch.setattr(ConfidenceSchedule, "drafts", drafts)
+    monkeypatch.setattr(speculation_plan, "ASKED_EACH", 1)
     for module in (drafters, mtp_drafter):
         monkeypatch.setattr(module, "WaitingRows", lambda: WaitingRows(limit, least=8))
 

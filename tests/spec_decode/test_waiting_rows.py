@@ -49,6 +49,8 @@ class Pool:
             self.free += [b for b in gone.blocks if b not in kept]
         if self.found and self.rng.random() < 0.3:
             self.free.append(self.found.pop())
+        if not self.free and not self.owners:
+            self.free.append(self.found.pop())
         while self.free and (len(self.owners) < 2 or self.rng.random() < 0.2):
             self.owners.append(Owner([self.free.pop()]))
         places, ids = [], []

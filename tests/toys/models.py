@@ -135,11 +135,12 @@ class PrefixHash(Toy):
         blocks = layout.block_table.to(torch.int64)[:, places // layout.block_size]
         values = mix(cache[blocks, places % layout.block_size], places)
         sums = torch.nn.functional.pad(values.cumsum(dim=1), (1, 0))
-        counts = torch.from_numpy(layout.host_query_lens.astype("int64"))
-        row_requests = torch.repeat_interleave(torch.arange(len(counts)), counts).to(cache.device)
         ends = layout.positions + 1
+        rows = torch.arange(len(ends), device=cache.device)
+        row_requests = torch.searchsorted(layout.cu_seqlens[1:], rows, right=True)
         starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
         return sums[row_requests, ends] - sums[row_requests, starts]
 
     def scores(self, state: torch.Tensor) -> torch.Tensor:
-        return self.table.to(state.device)[state]
+        self.table = self.table.to(state.device)  # once, before any graph is recorded
+        return self.table[state]

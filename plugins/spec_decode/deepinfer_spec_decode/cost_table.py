@@ -141,7 +141,7 @@ class StepCosts:
         builds what later ones find built. One after a pause also catches up, one beside prompts absorbs these: without
         that they are rough times, for as long as there are no others.
         """
-        count, paused = cost.drafted, not self._drafted_before
+        count, paused = cost.drafted, not self._drafted_before or cost.steps > 1
         self._drafted_before = bool(count)
         if not count:
             return

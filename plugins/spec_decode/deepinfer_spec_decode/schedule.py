@@ -116,7 +116,6 @@ class ConfidenceSchedule:
             return requests
         if self._on:
             self._stopped()
-        self._idle_steps += 1
         return few if self._probes(requests, few) else 0
 
     def _probes(self, requests: int, few: int) -> bool:
@@ -148,6 +147,9 @@ class ConfidenceSchedule:
     def observe(self, cost: VerifyCost) -> None:
         self.costs.observe(cost)
         self._clock += cost.target_seconds + cost.draft_seconds
+        if cost.steps > 1:
+            self._clock += (cost.steps - 1) * float(self.costs(np.array([cost.requests]))[0])
+        self._idle_steps += cost.steps
         if cost.drafted and not self._on:
             self._probe_seconds = cost.draft_seconds
         elif cost.decode and cost.rows > cost.requests and not self._on:
