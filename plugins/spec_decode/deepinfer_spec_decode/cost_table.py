@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,8 @@ from deepinfer_core.api import VerifyCost
 Array = np.ndarray[Any, Any]
 
 TIMED = 5
-"""Runs of each size, after two to warm up."""
+"""Runs of each size at most, after two to warm up, which may take this share of the time:"""
+WARM_SHARE = 2 / 3
 
 KEPT = 256
 """Steps that a correction is fitted to, at most; first after so many, then once for so many new ones:"""
@@ -41,25 +43,45 @@ def measure_table(
 ) -> list[tuple[int, float]]:
     """``(rows, seconds of a step)``, ascending.
 
-    The sizes take turns, so that a while of other work on the machine slows all of them and not one; of each the
-    fastest counts. Two runs warm up; sizes are left out from the first on that would pass the time allowed, after two
-    sizes at least, or that does not fit the memory.
+    Two runs warm up. Then the sizes take turns, so that a while of other work on the machine slows all of them and not
+    one; of each the fastest counts. Where the time allowed is too short for all sizes, those measured lie all over
+    the range, since nothing can be said of what lies beyond them: the smallest and the largest, then always one in
+    the widest gap. Two sizes and one turn are measured at least. What does not fit the memory is left out.
     """
-    sizes: list[int] = []
-    started = clock()
-    warm = 0.0
-    for count in rows:
-        spent = clock() - started  # on two runs of each
-        if len(sizes) >= 2 and (TIMED + 2) * (spent / 2 + warm * count / sizes[-1]) > seconds:
-            break
+    started, warm = clock(), dict[int, float]()
+    left = list(rows)
+    while left:
+        count = _next_size(left, warm)
+        if len(warm) >= 2:
+            known = sorted(warm)
+            expected = 2 * float(np.interp(count, known, [warm[size] for size in known]))
+            if clock() - started + expected > WARM_SHARE * seconds:
+                break
         try:
             measure(count)
-            warm = measure(count)
+            warm[count] = measure(count)
+            left.remove(count)
         except MemoryError:
+            left = [size for size in left if size < count]
+    sizes = sorted(warm)
+    turns: list[list[float]] = []
+    while len(turns) < TIMED:
+        began = clock()
+        turns.append([measure(count) for count in sizes])
+        if 2 * clock() - began - started > seconds:
             break
-        sizes.append(count)
-    turns = [[measure(count) for count in sizes] for _ in range(TIMED)]
     return [(count, min(times)) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)]
+
+
+def _next_size(left: Sequence[int], measured: Collection[int]) -> int:
+    """The smallest size, the largest, then the one in the middle of the widest gap, by number of sizes."""
+    if not measured:
+        return min(left)
+    if max(left) > max(measured):
+        return max(left)
+    gaps = [[size for size in left if low < size < high] for low, high in pairwise(sorted(measured))]
+    widest = max(gaps, key=len)
+    return widest[len(widest) // 2]
 
 
 class StepCosts:

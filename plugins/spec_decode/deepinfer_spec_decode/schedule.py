@@ -18,6 +18,8 @@ from .settings import Settings
 Array = np.ndarray[Any, Any]
 
 SECONDS_TO_MEASURE = 4.0
+SIZES = "all over the range"
+"""How sizes are chosen where there is no time for all: older tables ended early."""
 
 ENOUGH = 8
 """Drafts from which on what they say of the next ones is believed."""
@@ -78,6 +80,7 @@ class ConfidenceSchedule:
         self._promised: tuple[tuple[int, int], float] | None = None
 
     def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
+        key = {**key, "sizes": SIZES}
         directory = cache_directory(self._settings.cost_cache)
         path = None if directory is None else directory / file_name(key, rows)
         table = None if path is None else load(path, self._settings.cost_cache_hours * 3600)
