@@ -46,7 +46,7 @@ MakeLayouts = Callable[["BlockRows"], Mapping[str, StepLayout]]
 IDLE_STEPS, IDLE_ROWS = 32, 1024
 """Steps without drafts, and their rows, that a drafter is shown together: each by itself would meet cold caches."""
 
-MEASURED_EACH = 8
+MEASURED_EACH = 4
 """Steps without drafts of which one is measured."""
 
 

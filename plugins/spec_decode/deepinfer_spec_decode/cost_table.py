@@ -28,6 +28,8 @@ LEAST_ERROR = 0.01
 LOADS = 0.1
 """Steps of one size differ from those of another by so much for other reasons, as other work on the machine: what a
 slope is believed depends on how much more than that rows a second differ between the steps fitted to."""
+ALIKE_IN_A_ROW = 8
+"""Steps that other work slows alike: so many tell no more than one."""
 FADING = 0.1
 """Of a slope that steps of one size neither confirm nor deny, at each fit."""
 DRAFT_SAMPLES = 9
@@ -151,7 +153,7 @@ class StepCosts:
         if not cost.decode or cost.rows == 0:
             return
         self._steps.append((cost.rows, cost.target_seconds))
-        self._since_fit += 1
+        self._since_fit += cost.steps
         if self._since_fit >= (FIT_EACH if self.fits else FIRST_FIT):
             self._fit()
 
@@ -190,11 +192,12 @@ class StepCosts:
         rows, found = np.array(self._steps, np.float64).T
         plain = self.measured(rows)
         share, ratio = rows / plain, found / plain
-        spread = float(share.std() / share.mean())
-        trust = spread**2 / (spread**2 + LOADS**2)
-        slope = (1 - trust) * (1 - FADING) * self._slope
-        if trust:
-            slope += trust * _slope(share, ratio)
+        spread, found_slope = float(share.std() / share.mean()), _slope(share, ratio)
+        apart = ratio - found_slope * share
+        noise = float(np.median(np.abs(apart / max(float(np.median(apart)), LEAST_SHARE) - 1)))
+        doubt = LOADS**2 + noise**2 * ALIKE_IN_A_ROW / len(ratio)
+        trust = spread**2 / (spread**2 + doubt)
+        slope = (1 - trust) * (1 - FADING) * self._slope + trust * found_slope
         factor = float(np.median(ratio - slope * share))
         if factor < LEAST_SHARE:  # what these steps took stands, whatever their shape
             factor = LEAST_SHARE
