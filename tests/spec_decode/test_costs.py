@@ -68,7 +68,7 @@ def test_with_little_time_the_sizes_lie_all_over_the_range(seconds: float) -> No
     now, sizes = [0.0], [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
 
     def true(rows: int) -> float:
-        return 1.0 + 0.2 * min(2 * rows, 12) + 0.001 * rows
+        return 1.0 + 0.2 * min(2 * rows, 12) + 0.02 * rows
 
     def measure(rows: int) -> float:
         now[0] += true(rows)
@@ -76,11 +76,12 @@ def test_with_little_time_the_sizes_lie_all_over_the_range(seconds: float) -> No
 
     table = measure_table(measure, sizes, seconds, lambda: now[0])
     measured = [rows for rows, _ in table]
-    assert {1, 384} <= set(measured)
+    assert measured[:1] == [1]
     assert (measured == sizes) == (seconds == 1e9)
-    assert now[0] <= max(seconds, 3 * (true(1) + true(384)))
+    assert now[0] <= max(seconds, 3 * (true(1) + true(4)))
     if seconds >= 90:
-        assert len(measured) >= 8
+        assert measured[-1] >= 256
+        assert len(measured) >= 6
         costs = StepCosts(table)
         for rows in (16, 26, 96, 300):
             assert at(costs, rows)[0] == pytest.approx(true(rows), rel=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -18,6 +18,8 @@ Array = np.ndarray[Any, Any]
 TIMED = 5
 """Runs of each size at most, after two to warm up, which may take this share of the time:"""
 WARM_SHARE = 2 / 3
+FAR = 4
+"""Times the rows of one of the first sizes to the next."""
 
 KEPT = 256
 """Steps that a correction is fitted to, at most; first after so many, then once for so many new ones:"""
@@ -47,18 +49,19 @@ def measure_table(
 
     Two runs warm up. Then the sizes take turns, so that a while of other work on the machine slows all of them and not
     one; of each the fastest counts. Where the time allowed is too short for all sizes, those measured lie all over
-    the range, since nothing can be said of what lies beyond them: the smallest and the largest, then always one in
-    the widest gap. Two sizes and one turn are measured at least. What does not fit the memory is left out.
+    the range, or as far up as it goes, since nothing can be said of what lies beyond them: first some far apart,
+    upwards, then always one in the widest gap. Two sizes and one turn are measured at least. What does not fit the
+    memory is left out.
     """
     started, warm = clock(), dict[int, float]()
-    left = list(rows)
+    left = sorted(rows)
     while left:
-        count = _next_size(left, warm)
-        if len(warm) >= 2:
-            known = sorted(warm)
-            expected = 2 * float(np.interp(count, known, [warm[size] for size in known]))
-            if clock() - started + expected > WARM_SHARE * seconds:
+        count = _next_size(left, sorted(warm))
+        if len(warm) >= 2 and clock() - started + 2 * _expected(count, warm) > WARM_SHARE * seconds:
+            if count < max(warm):
                 break
+            left = [size for size in left if size < count]
+            continue
         try:
             measure(count)
             warm[count] = measure(count)
@@ -75,15 +78,29 @@ def measure_table(
     return [(count, min(times)) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)]
 
 
-def _next_size(left: Sequence[int], measured: Collection[int]) -> int:
-    """The smallest size, the largest, then the one in the middle of the widest gap, by number of sizes."""
+def _next_size(left: Sequence[int], measured: Sequence[int]) -> int:
+    """The smallest size; upwards, sizes about four times the one before; then the middle of the widest gap.
+
+    Both ascending; ``left`` is not empty.
+    """
     if not measured:
-        return min(left)
-    if max(left) > max(measured):
-        return max(left)
-    gaps = [[size for size in left if low < size < high] for low, high in pairwise(sorted(measured))]
+        return left[0]
+    above = [size for size in left if size > measured[-1]]
+    if above:
+        return max((size for size in above if size <= FAR * measured[-1]), default=above[0])
+    gaps = [[size for size in left if low < size < high] for low, high in pairwise(measured)]
     widest = max(gaps, key=len)
     return widest[len(widest) // 2]
+
+
+def _expected(count: int, known: Mapping[int, float]) -> float:
+    """Seconds of a step of so many rows: between two that are known, or as from the last two on."""
+    rows = sorted(known)
+    if count < rows[-1]:
+        return float(np.interp(count, rows, [known[size] for size in rows]))
+    low, high = rows[-2:]
+    slope = max(0.0, (known[high] - known[low]) / (high - low))
+    return known[high] + slope * (count - high)
 
 
 class StepCosts:
