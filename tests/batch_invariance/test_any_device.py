@@ -37,6 +37,8 @@ def test_gemm(dtype: str, inner: int, out: int, rows: int, seed: int) -> None:
     weight = op.prepare(parts, bias)
     check_company(lambda picked: op.run(x[picked], weight), rows, seed)
     assert torch.allclose(op.run(x, weight), exact.run(x, exact.prepare(parts, bias)), rtol=1e-2, atol=1e-3)
+    another = operator(request, "batch_invariance:linear_by_tiles")  # that packed nothing: a draft module's head
+    assert torch.equal(another.run(x, weight), op.run(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -53,17 +53,22 @@ class LinearByTiles:
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> Any:
         """As the reference packs; the first weight is tried."""
         weight = self._reference.prepare(weights, bias)
+        self._try(weight)
+        return weight
+
+    def run(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """``[M, in_features]`` -> ``[M, out_features]``."""
+        # A draft module may run its target's head, which an operator like this one has packed.
+        tiles = self._tiles or self._try(weight)
+        return tiles.run(lambda part: self._reference.run(part, weight), x)
+
+    def _try(self, weight: Any) -> Tiles:
         if self._tiles is None:
             r = self._request
             row = random_row(r.in_features, dtype=dtype_named(r.dtype), device=self._context.device)
             what = f"gemm of {r.in_features} to {r.out_features} channels in {r.dtype}"
             self._tiles = _tried(lambda x: self._reference.run(x, weight), row, what, self._context)
-        return weight
-
-    def run(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
-        """``[M, in_features]`` -> ``[M, out_features]``."""
-        assert self._tiles is not None
-        return self._tiles.run(lambda part: self._reference.run(part, weight), x)
+        return self._tiles
 
 
 class BatchedLinearByTiles:
