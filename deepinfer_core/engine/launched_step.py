@@ -13,7 +13,7 @@ from .constraint_masks import StepMasks
 from .prompt_logprobs import PromptRows
 from .sampler import Sampled
 from .slot_needs import SamplingNeeds
-from .speculation_device import Proposed
+from .speculation_rows import Proposed
 from .step_inputs import StepInputs
 from .step_plan import StepPlan
 

@@ -40,7 +40,8 @@ from .sampler import LogprobRows, Sampled, Sampler, stage_order
 from .slot_needs import SlotNeeds
 from .slot_table import SlotTable
 from .speculation import judged_rows
-from .speculation_device import BlockRows, DraftRuntime, TargetRows
+from .speculation_device import DraftRuntime
+from .speculation_rows import BlockRows, TargetRows
 from .step_inputs import DraftInputs, Snapshot, StepInputs, snapshot, step_inputs
 from .step_plan import StepPlan
 
@@ -208,7 +209,7 @@ class Runner:
         result = StepResult(ready=ready, sampled=sampled, prompts=passed.prompts, masks=masks)
         if drafting is not None:
             idle = ready.plan.drafts_nothing
-            measures = drafting.measures if idle else "step"
+            measures = drafting.idle.measures if idle else "step"
             tokens = np.zeros(0, np.int64)
             if sampled is not None and measures != "nothing":
                 tokens = self.device.download(sampled.tokens)
@@ -234,7 +235,7 @@ class Runner:
                 absorb_seconds=drafting.absorb_seconds,
                 chances=None if result.proposed is None else result.proposed.chances,
                 learned=result.proposed is not None and result.proposed.learned,
-                steps=drafting.measured(),
+                steps=drafting.idle.measured(),
             )
         return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -32,7 +32,9 @@ from deepinfer_core.api import (
 from .kv_cache import KVCache
 from .sampler import Sampler
 from .speculation import accepted_drafts, judged_places, judged_rows, last_tokens
+from .speculation_idle import IdleSteps
 from .speculation_plan import DraftTurn, first_come, survival
+from .speculation_rows import BlockRows, Pending, Proposed, TargetRows
 from .step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -42,64 +44,6 @@ log = structlog.get_logger("deepinfer.speculation")
 
 Array = np.ndarray[Any, Any]
 MakeLayouts = Callable[["BlockRows"], Mapping[str, StepLayout]]
-
-IDLE_STEPS, IDLE_ROWS = 32, 1024
-"""Steps without drafts, and their rows, that a drafter is shown together: each by itself would meet cold caches."""
-
-MEASURED_EACH = 4
-"""Steps without drafts of which one is measured."""
-
-
-@attrs.frozen(kw_only=True)
-class BlockRows:
-    """Rows that a drafter runs on its own: ``counts`` of each of R requests from ``starts`` on, in their ``tables``."""
-
-    starts: Array
-    counts: Array
-    tables: Mapping[str, Array]
-
-
-@attrs.frozen(kw_only=True)
-class Proposed:
-    """What the host learns of new drafts: ``slots [R]``, ``chances [R, n]`` float64 survival, 0 where there is none.
-
-    ``learned`` as in Proposal.
-    """
-
-    slots: Array
-    chances: Array
-    learned: bool
-
-
-@attrs.define(kw_only=True)
-class _Pending:
-    """Drafts made by the last step. Arrays run over the R requests it drafted for.
-
-    ``row``: slot -> its number among them, or -1. ``available``: drafts that are tokens. ``scores`` as in Proposal.
-    """
-
-    row: Array
-    anchors: Array
-    tokens: Array
-    available: Array
-    confidence: Array | None
-    chances: Array
-    scores: torch.Tensor | None
-
-
-@attrs.frozen(kw_only=True)
-class TargetRows:
-    """What the target ran in this step, and ``tokens [N]`` it sampled, None where no drafts are concerned.
-
-    ``batch`` is None where a graph ran; it has the module's cache groups where there are drafts.
-    """
-
-    plan: StepPlan
-    inputs: StepInputs
-    batch: ModelBatch | None
-    taps: Sequence[torch.Tensor]
-    tokens: Array | None
-    active: frozenset[str]
 
 
 class DraftRuntime:
@@ -155,10 +99,8 @@ class DraftRuntime:
         self._always_judge = always_judge
         self._schedule = schedule
         self._behind = np.zeros(slots, np.int64)
-        self._unseen: list[TargetRows] = []
-        self._unseen_rows = 0
-        self._unmeasured = 0
-        self._pending: _Pending | None = None
+        self.idle = IdleSteps()
+        self._pending: Pending | None = None
         self._nobody = device.upload(np.zeros(0, np.int64))
         self._generator = torch.Generator(device.torch_device)
         self._generator.seed()
@@ -172,18 +114,6 @@ class DraftRuntime:
     def admits(self) -> None:
         """Slots get other requests now: the steps before are shown to the drafter while their tokens stand there."""
         self._show_unseen()
-
-    @property
-    def measures(self) -> Literal["step", "end", "nothing"]:
-        """Whether a step without drafts is measured. The end of the one before it must be waited for, on a device
-        that works behind the host's back."""
-        left = MEASURED_EACH - self._unmeasured
-        return "step" if left <= 1 else "end" if left == 2 else "nothing"
-
-    def measured(self) -> int:
-        """How many steps the measured one stands for, itself included."""
-        count, self._unmeasured = self._unmeasured, 0
-        return count
 
     def resolve(self, plan: StepPlan) -> StepPlan:
         """The plan with its true starts, and with the drafts that are verified."""
@@ -249,12 +179,10 @@ class DraftRuntime:
         assert turn is not None
         self._pending = None
         self.absorb_seconds = 0.0
-        self._unmeasured += 1
+        self.idle.ran()
         if ran.tokens is None:
             self._behind[plan.slots] = turn.caps
-            self._unseen.append(ran)
-            self._unseen_rows += len(ran.inputs.positions)
-            if len(self._unseen) >= IDLE_STEPS or self._unseen_rows >= IDLE_ROWS:
+            if self.idle.add(ran):
                 self._show_unseen()
             return None
         self._show_unseen()
@@ -277,8 +205,7 @@ class DraftRuntime:
 
     def _show_unseen(self) -> None:
         """Let the drafter absorb the steps that drafted for nobody, in their order."""
-        unseen, self._unseen, self._unseen_rows = self._unseen, [], 0
-        for ran in unseen:
+        for ran in self.idle.take():
             try:
                 self._absorb(self._idle_step(ran))
             except Exception:
@@ -457,7 +384,7 @@ class DraftRuntime:
         chances = survival(np.ones(tokens.shape) if confidence is None else confidence) * good
         row = np.full(len(self._behind), -1, np.int64)
         row[slots] = np.arange(len(slots))
-        self._pending = _Pending(
+        self._pending = Pending(
             row=row,
             anchors=anchors,
             tokens=tokens.astype(np.int64),

@@ -14,9 +14,10 @@ from deepinfer_core.api import DraftSchedule, Model, ModelBatch
 from .planner import Planner
 from .runner import Runner
 from .speculation import DeviceSpeculator, Speculator
-from .speculation_device import BlockRows, DraftRuntime
+from .speculation_device import DraftRuntime
 from .speculation_module import PlannedDrafter, module_caches, reserve, start_drafter
 from .speculation_plan import DraftPlanner
+from .speculation_rows import BlockRows
 
 if TYPE_CHECKING:
     from deepinfer_core.checkpoint import Checkpoint
