@@ -11,6 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,7 +78,29 @@ def judges(schema: Any) -> bool:
 
 def validator(schema: Any) -> Judge:
     judge = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date"]))
-    return lambda text: bool(judge.is_valid(json.loads(text)))
+    exact = jsonschema.Draft202012Validator(_decimals(schema), format_checker=jsonschema.FormatChecker(["date"]))
+
+    def valid(text: str) -> bool:
+        """In decimals where floats are too coarse: 98911.2009 is a multiple of 0.0001."""
+        with localcontext(prec=800):
+            return judge.is_valid(json.loads(text)) or exact.is_valid(json.loads(text, parse_float=Decimal))
+
+    return valid
+
+
+def _decimals(schema: Any) -> Any:
+    return json.loads(json.dumps(schema), parse_float=Decimal)
+
+
+def test_the_judge_counts_in_decimals() -> None:
+    judge = validator({"type": "number", "multipleOf": 0.0001})
+    assert [judge(text) for text in ("98911.2009", "98911.20091", "1e300", "7", '"7"')] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def matcher(pattern: str) -> Judge:

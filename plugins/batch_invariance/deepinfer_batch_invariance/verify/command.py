@@ -28,7 +28,7 @@ PROMPT = (
 @click.option("--model", required=True, metavar="PATH", help="Checkpoint directory, GGUF file, or 'demo'.")
 @click.option("--prompt", default=PROMPT, show_default=True, help="Text that is completed in every kind of company.")
 @click.option("--prompt-ids", metavar="IDS", help="The same as token ids with commas between, for models without text.")
-@click.option("--max-tokens", default=24, show_default=True, type=click.IntRange(1), help="Tokens written each time.")
+@click.option("--max-tokens", default=32, show_default=True, type=click.IntRange(1), help="Tokens written each time.")
 @click.option("--large", is_flag=True, help="Also batches of 255, 256 and 257 requests.")
 @click.option("--vary", multiple=True, metavar="KEY=VALUE", help="Also with this setting; may be repeated.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting of all runs; may be repeated.")
@@ -79,7 +79,7 @@ def verify_determinism(
 
 def _line(result: Result) -> str:
     if not result.happened:
-        return f"{result.name}: did not come about with this model, prompt and memory; nothing is shown"
+        return f"{result.name}: did not come about, nothing is shown; try more --max-tokens or another --prompt"
     if not result.differing and result.moved is None:
         watched = f", {result.results} operator results" if result.results else ""
         return f"{result.name}: the same bits in {result.runs} runs{watched}"
