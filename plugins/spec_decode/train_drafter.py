@@ -57,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=73728, help="sequences of the target's to train on")
     parser.add_argument("--held-out", type=int, default=1024, help="sequences to evaluate on")
     parser.add_argument("--part", type=int, default=18688, help="sequences written at once")
+    parser.add_argument("--eager-text", action="store_true", help="write it without compiling, which takes a minute")
     parser.add_argument("--length", type=int, default=192, help="tokens of a sequence")
     parser.add_argument("--first", type=int, default=48, help="position from which on anchors are drawn")
     parser.add_argument("--taps", default="1,3,4,5", help="layers of the target that a block drafter reads")
@@ -117,7 +118,7 @@ def texts(o: argparse.Namespace, target: Weights, shape: Shape, dtype: torch.dty
     taps, rows = tuple(map(int, o.taps.split(","))), beginnings(o)
 
     def run(function: Any) -> Any:
-        return function if o.compile == "no" else torch.compile(function, backend=o.compile, dynamic=False)
+        return function if o.compile == "no" or o.eager_text else torch.compile(function, backend=o.compile, dynamic=False)
 
     text = None
     for i, part in enumerate(rows.split(o.part)):

@@ -66,13 +66,14 @@ def test_the_distance_is_the_paper_s() -> None:
 
 
 def test_late_positions_count_as_much_as_they_are_reached() -> None:
-    """Where the first draft is never accepted, those behind it get no gradient but of the cross entropy."""
-    overlap = torch.rand(2, 4, requires_grad=True)
+    """Where the first draft is never accepted, those behind it get no gradient."""
+    overlap, entropy = torch.rand(2, 4, requires_grad=True), torch.rand(2, 4, requires_grad=True)
     kept = torch.tensor([[-100.0, 0.0, 0.0, 0.0], [0.0, 0.0, -100.0, 0.0]])
-    loss = gained(overlap, torch.zeros(2, 4), kept, torch.tensor([0.0, 1.0]), torch.ones(4), "length")
+    loss = gained(overlap, entropy, kept, torch.tensor([0.0, 1.0]), torch.ones(4), "length")
     loss.sum().backward()
     expected = torch.tensor([[-1.8, 0, 0, 0], [-3.6, -3.6, -3.6, 0]])
     torch.testing.assert_close(overlap.grad, expected)
+    torch.testing.assert_close(entropy.grad, expected / -18)
 
 
 @pytest.fixture(scope="module")

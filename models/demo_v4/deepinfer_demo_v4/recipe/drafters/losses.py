@@ -61,11 +61,13 @@ def gained(
     objective: Objective,
 ) -> torch.Tensor:
     """Loss of each position ``[N, K]``. For ``length`` the tokens of a round, those of text drawn at temperature 1
-    twice as heavy as greedy ones, of which a round has twice as many; the cross entropy keeps late positions learning.
+    twice as heavy as greedy ones, of which a round has twice as many; ``weights`` are not read.
     """
     if objective == "distance":
         return (0.1 * entropy + 1.8 * (1 - overlap)) * weights
-    return 0.1 * entropy * weights + 1.8 * (1 - reach(kept) * overlap) * (1 + temperature)[:, None]
+    reached = reach(kept)
+    each = 0.1 * entropy * reached.detach() + 1.8 * (1 - reached * overlap)
+    return each * (1 + temperature)[:, None]
 
 
 def position_weights(gamma: int, device: torch.device) -> torch.Tensor:
