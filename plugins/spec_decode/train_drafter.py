@@ -118,7 +118,8 @@ def texts(o: argparse.Namespace, target: Weights, shape: Shape, dtype: torch.dty
     taps, rows = tuple(map(int, o.taps.split(","))), beginnings(o)
 
     def run(function: Any) -> Any:
-        return function if o.compile == "no" or o.eager_text else torch.compile(function, backend=o.compile, dynamic=False)
+        eager = o.compile == "no" or o.eager_text
+        return function if eager else torch.compile(function, backend=o.compile, dynamic=False)
 
     text = None
     for i, part in enumerate(rows.split(o.part)):
