@@ -163,6 +163,7 @@ def lengths(options: argparse.Namespace) -> dict[str, Any]:
                             "kind": kind,
                             "tokens_a_round": round(1 + statistics.mean(whole or [0]), 3),
                             "rounds": len(whole),
+                            "of_prompts": [round(m, 4) for m in means],
                         }
                     )
                     note(options, rows[-1])
