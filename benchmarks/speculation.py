@@ -5,8 +5,8 @@
         [--clock wall]
 
 Prompts are of three kinds, from standard-library files that took no part in training: code, prose (docstrings), and
-JSON (what the files define, as records). Drafters: DSpark, the same without heads (DFlash), the MTP block applied again
-and again, and n-grams; ``mtp-1`` is the MTP block applied once.
+JSON (what the files define, as records). Drafters: DSpark, the same without heads (DFlash), DFlash of five layers, the
+MTP block applied again and again, and n-grams; ``mtp-1`` is the MTP block applied once.
 
 * length: tokens a round, the bonus token included, over rounds in which all drafts were verified. All drafters continue
   the same prompts; ratios are of means over prompts, with 95 % intervals by bootstrap over them.
@@ -44,6 +44,7 @@ PAPER = {"DSpark over DFlash": 0.16, "per user over MTP-1": (0.60, 0.85), "ECE a
 DRAFTERS: dict[str, tuple[str, str]] = {
     "dspark": ("dspark", "demo-v4-dspark"),
     "dflash": ("dspark", "demo-v4-dflash"),
+    "dflash-5": ("dspark", "demo-v4-dflash-5"),
     "mtp": ("mtp", "demo-v4-mtp"),
     "ngram": ("ngram", ""),
 }
@@ -127,7 +128,7 @@ def params(temperature: float, tokens: int, count: int, seeded: bool) -> list[Sa
 
 # ---- accepted length
 
-COMPARED = (("dspark", "dflash"), ("dspark", "mtp"), ("dflash", "mtp"))
+COMPARED = (("dspark", "dflash"), ("dspark", "dflash-5"), ("dspark", "mtp"), ("dflash", "mtp"), ("dflash-5", "mtp"))
 
 
 def measured(options: argparse.Namespace) -> list[tuple[str, str, int]]:

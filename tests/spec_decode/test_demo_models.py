@@ -27,6 +27,7 @@ PARAMS = [
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark": ("dspark", {"drafter": "demo-v4-dspark"}),
     "dflash": ("dspark", {"drafter": "demo-v4-dflash"}),
+    "dflash-5": ("dspark", {"drafter": "demo-v4-dflash-5"}),
     "mtp": ("mtp", {"drafter": "demo-v4-mtp"}),
     "ngram": ("ngram", {}),
 }
@@ -73,6 +74,7 @@ slow = pytest.mark.slow
         ("ngram", "fixed"),
         ("mtp", "fixed"),
         pytest.param("dflash", "fixed", marks=slow),
+        pytest.param("dflash-5", "fixed", marks=slow),
         pytest.param("dflash", "confidence", marks=slow),
         pytest.param("mtp", "confidence", marks=slow),
         pytest.param("ngram", "confidence", marks=slow),
