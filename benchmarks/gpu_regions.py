@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from common import finish, print_table
+from gpu_attention import BLOCK, DIM, HEADS, KV_HEADS, layout
 from gpu_common import Results, build, compile_all, require_gpu
-from gpu_ops import BLOCK, DIM, HEADS, HIDDEN, INNER, KV_HEADS, layout
+from gpu_ops import HIDDEN, INNER
 
 from deepinfer_core.api import (
     AttentionInputsRequest,

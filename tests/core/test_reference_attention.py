@@ -45,19 +45,21 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 class Scene:
     """Requests with known keys and values, laid into a shuffled cache whose other rows hold NaN."""
 
-    def __init__(self, queries: list[int], contexts: list[int], dtype: torch.dtype = torch.float32) -> None:
-        self.layout, blocks = layout(queries, contexts, BLOCK)
+    def __init__(
+        self, queries: list[int], contexts: list[int], dtype: torch.dtype = torch.float32, block_size: int = BLOCK
+    ) -> None:
+        self.layout, blocks = layout(queries, contexts, block_size)
         self.queries, self.contexts = queries, contexts
         self.query = random(sum(queries), Q_HEADS, DIM, seed=1).to(dtype)
         self.keys = [random(c, KV_HEADS, DIM, seed=10 + i).to(dtype) for i, c in enumerate(contexts)]
         self.values = [random(c, KV_HEADS, DIM, seed=50 + i).to(dtype) for i, c in enumerate(contexts)]
-        empty = torch.full((blocks, BLOCK, KV_HEADS, DIM), float("nan"), dtype=dtype)
+        empty = torch.full((blocks, block_size, KV_HEADS, DIM), float("nan"), dtype=dtype)
         self.cache = {"key": empty.clone(), "value": empty.clone()}
         for row, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             for position in range(len(keys)):
-                block = int(self.layout.block_table[row, position // BLOCK])
-                self.cache["key"][block, position % BLOCK] = keys[position]
-                self.cache["value"][block, position % BLOCK] = values[position]
+                block = int(self.layout.block_table[row, position // block_size])
+                self.cache["key"][block, position % block_size] = keys[position]
+                self.cache["value"][block, position % block_size] = values[position]
 
     def attend(self, op: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         result: torch.Tensor = op.run(self.query, self.cache, op.plan(self.layout), sinks)

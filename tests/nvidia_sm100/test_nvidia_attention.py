@@ -90,13 +90,21 @@ def test_bounds_instead_of_lengths_change_nothing_but_the_splits() -> None:
     torch.testing.assert_close(attend(scene, request()), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 48, 64, 128])
+def test_blocks_of_any_size(block_size: int) -> None:
+    """Tokens read at once lie in one block, in some, or across blocks' ends."""
+    scene = Scene([1, 2, 1], [150, 67, 3], block_size=block_size)
+    check(scene, request(block_size=block_size))
+    check(scene, request(block_size=block_size, window=70))
+
+
 def test_a_context_in_many_chunks() -> None:
-    """More than are put together at once; of the short one nearly all are empty."""
+    """More than are put together at once; the short one has three."""
     scene = Scene([1, 1], [1700, 70])
     op, where = operator(request()), here(scene.layout)
     op._programs = 200
     plan = op.plan(where)
-    assert plan.launches[0].most_chunks > 16
+    assert int(plan.launches[0].work.tiles[0, 3]) > 16
     found = op.run(here(scene.query), here(scene.cache), plan).cpu().double()
     torch.testing.assert_close(found, scene.formula(window=None, softcap=None, sinks=None), rtol=2e-5, atol=2e-5)
 

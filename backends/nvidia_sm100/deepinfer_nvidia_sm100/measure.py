@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,22 @@ def microseconds(calls: Sequence[Callable[[], object]], *, rounds: int = 5, targ
     once = _elapsed(graph, 1) / len(calls)
     repeats = max(1, min(200, round(target / max(once * len(calls), 1e-3))))
     return statistics.median(_elapsed(graph, repeats) / (repeats * len(calls)) for _ in range(rounds))
+
+
+def side_by_side(
+    ways: Mapping[str, Sequence[Callable[[], object]]], *, rounds: int = 7, target: float = 2000.0
+) -> dict[str, float]:
+    """Median time of one call of each way. Rounds alternate: all meet the same clock and the same neighbours."""
+    graphs = {name: _recorded(calls) for name, calls in ways.items()}
+    repeats = {}
+    for name, graph in graphs.items():
+        _elapsed(graph, 1)
+        repeats[name] = max(1, min(200, round(target / max(_elapsed(graph, 1), 1e-3))))
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(_elapsed(graph, repeats[name]) / (repeats[name] * len(ways[name])))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def microseconds_once(calls: Sequence[Callable[[], object]], restore: Callable[[], object], rounds: int = 7) -> float:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_kernel import attend_block, finish, in_half, joined, tile_of
+from .attention_kernel import tile_of
+from .attention_tile import LOG2E, attend_block, in_half
+from .chunk_results import finish, joined
 from .dependent import let_next_in, wait_turn
 
 READ_AHEAD = tl.constexpr(8)
@@ -184,3 +186,73 @@ def fixed_attention_kernel(
                 Q_HEADS, HEAD_DIM, SINKS,
             )  # fmt: skip
             tl.store(counter, 0)
+
+
+@triton.jit
+def combined(partial, partial_lse, base, chunks, HEAD_DIM: tl.constexpr):
+    """Chunks ``base..base + chunks`` of one row and head: values ``[HEAD_DIM]``, largest logarithm, sum of weights."""
+    channel = tl.arange(0, HEAD_DIM)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros((HEAD_DIM,), tl.float32)
+    for number in range(0, chunks, READ_AHEAD):
+        for beside in tl.static_range(READ_AHEAD):
+            real = number + beside < chunks
+            lse = tl.load(partial_lse + base + number + beside, mask=real, other=float("-inf"), cache_modifier=".cg")
+            place = partial + (base + number + beside) * HEAD_DIM + channel
+            values = tl.load(place, mask=real & (channel >= 0), other=0.0, cache_modifier=".cg")
+            acc, top, total = joined(acc, top, total, values, lse, False)
+    return acc, top, total
+
+
+@triton.jit
+def write_row(
+    acc, top, total, out, sinks, row, head, Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr
+):
+    """The same as :func:`finish` for one row and head."""
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        acc = acc * shrink
+        total = tl.fma(total, shrink, tl.exp2(sink - higher))
+    target = out + (row * Q_HEADS + head) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    tl.store(target, (acc / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["most_chunks"])
+def combine_kernel(
+    partial,
+    partial_lse,
+    out,
+    sinks,
+    positions,
+    tiles,
+    most_chunks,
+    CHUNK: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (tiles, kv_heads * TOKENS * group): the chunks of one row and head, in order."""
+    let_next_in(DEPENDENT)
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // (TOKENS * GROUP)
+    member = tl.program_id(1) % (TOKENS * GROUP)
+    request, first, count, start, last = tile_of(tiles, positions, tile, IDENTITY)
+    wait_turn(DEPENDENT)
+    token = member // GROUP
+    if token < count:
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(start - WINDOW + 1, 0) // CHUNK * CHUNK
+        head = kv_head * GROUP + member % GROUP
+        base = ((tile.to(tl.int64) * KV_HEADS + kv_head) * (TOKENS * GROUP) + member) * most_chunks
+        acc, top, total = combined(partial, partial_lse, base, tl.cdiv(last + 1 - begin, CHUNK), HEAD_DIM)
+        write_row(acc, top, total, out, sinks, (first + token).to(tl.int64), head, Q_HEADS, HEAD_DIM, SINKS)

@@ -1,8 +1,9 @@
-"""``attention.paged``: tiles and splits for the kernels of :mod:`.attention_kernel`.
+"""``attention.paged``: tiles, and which kernel takes them.
 
-Rows that decode, and drafts, become small tiles whose context is split over programs; prompt chunks become tiles of
-many rows. Under the demand ``batch_invariant`` the context is cut at fixed positions into chunks that are put together
-in order, whichever programs computed them, so that no row's arithmetic depends on its neighbours.
+Rows that decode, and drafts, become small tiles whose contexts are cut into chunks on the device (:mod:`.work_list`,
+:mod:`.decode_kernel`); prompt chunks become tiles of many rows (:mod:`.attention_kernel`). Under the demand
+``batch_invariant`` the context is cut at fixed positions into chunks that are put together in order, whichever programs
+computed them, so that no row's arithmetic depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import torch
 from deepinfer_core.api import BuildContext, LayerCache, PagedAttentionRequest, StepLayout
 from deepinfer_nvidia_sm100 import tables
 
-from .attention_kernel import attention_kernel, combine_kernel
+from .attention_kernel import attention_kernel
+from .chunk_results import merge_kernel
+from .decode_kernel import decode_kernel
 from .dependent import dependent
-from .fixed_attention import fixed_attention_kernel
+from .fixed_attention import combine_kernel, fixed_attention_kernel
 from .shapes import power_of_two
+from .work_list import FIELDS, WorkList, work_list
 
 FIXED_CHUNK = 256
 """Tokens of a chunk under ``batch_invariant``."""
-LEAST_CHUNK = 64
-"""Tokens below which another split costs more than it saves."""
 MOST_MERGED = 4
 """Programs of a tile up to which the last to arrive puts chunks together; more are left to a launch of their own."""
 PROGRAMS_EACH = 3
 """Programs for each multiprocessor that splitting aims at."""
+MOST_PIECES = 8
+"""Blocks that tokens read at once lie in, up to which they are looked up one by one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,13 +47,18 @@ class Shape:
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i."""
+    """One launch of a step. ``tiles`` ``[n, 3]`` int32 (request, first row, rows), or None: tile i is row i.
+
+    ``work``: chunks of contexts, for the kernel that takes them from a list. ``splits`` programs a tile, and at most
+    ``most_chunks`` chunks, for the one with fixed chunks.
+    """
 
     shape: Shape
     tiles: torch.Tensor | None
     count: int
-    splits: int
-    most_chunks: int
+    work: WorkList | None = None
+    splits: int = 1
+    most_chunks: int = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -68,8 +77,9 @@ class Paged:
         self._fixed = "batch_invariant" in request.demands
         self._device = context.device
         self._group = request.q_heads // request.kv_heads
-        self._arrived = torch.zeros(context.max_tokens * request.kv_heads, dtype=torch.int32, device=context.device)
         self._programs = PROGRAMS_EACH * _multiprocessors(context.device)
+        results = context.max_tokens + max(1, self._programs // request.kv_heads)
+        self._arrived = torch.zeros(results * request.kv_heads, dtype=torch.int32, device=context.device)
         wide = request.head_dim > 128 or request.dtype == "float32"
         tokens = 32 if wide else 64
         least = max(16, 1 << (self._group - 1).bit_length())
@@ -107,8 +117,10 @@ class Paged:
         """Tiles, from the host copies of the step's layout. A step of single rows needs none."""
         counts = layout.host_query_lens
         if layout.max_query_len <= 1 and len(counts) == len(layout.positions):
-            launches = [self._launch(self._few, None, len(counts), layout.max_seq_len, True)] if len(counts) else []
-            return Plan(layout=layout, launches=tuple(launches))
+            if not len(counts):
+                return Plan(layout=layout, launches=())
+            launch = self._launch(self._few, None, layout, len(counts), layout.max_seq_len, True)
+            return Plan(layout=layout, launches=(launch,))
         few = self._few.rows // self._group
         is_few = counts <= few
         starts = np.cumsum(counts) - counts
@@ -117,7 +129,7 @@ class Paged:
             tiles = _tiles(counts, starts, chosen & (counts > 0), shape.rows // self._group)
             if len(tiles):
                 longest = int(layout.host_seq_lens[chosen].max())
-                launches.append(self._launch(shape, self._upload(tiles), len(tiles), longest, split))
+                launches.append(self._launch(shape, self._upload(tiles), layout, len(tiles), longest, split))
         return Plan(layout=layout, launches=tuple(launches))
 
     def run(
@@ -130,22 +142,24 @@ class Paged:
             self._run(query, cache, plan.layout, launch, sinks, out)
         return out
 
-    def _launch(self, shape: Shape, tiles: torch.Tensor | None, count: int, longest: int, split: bool) -> Launch:
-        """How often the context is split: enough programs to fill the device, none with too little to do."""
-        wanted = round(self._programs / (count * self._request.kv_heads))
-        window = self._request.window
-        span = longest if window is None else min(longest, window + shape.rows + FIXED_CHUNK)
-        most = max(1, -(-span // (FIXED_CHUNK if self._fixed else LEAST_CHUNK)))
-        if self._fixed and window is not None:
-            most += 1  # a window may begin within a chunk
-        splits = max(1, min(wanted, most)) if split else 1
-        return Launch(
-            shape=shape,
-            tiles=tiles,
-            count=count,
-            splits=splits,
-            most_chunks=most if self._fixed else splits,
-        )
+    def _launch(
+        self, shape: Shape, tiles: torch.Tensor | None, layout: StepLayout, count: int, longest: int, split: bool
+    ) -> Launch:
+        """How contexts are cut: enough chunks to fill the device, none with too little to do."""
+        request = self._request
+        if self._fixed:
+            span = longest if request.window is None else min(longest, request.window + shape.rows + FIXED_CHUNK)
+            most = max(1, -(-span // FIXED_CHUNK))
+            if request.window is not None:
+                most += 1  # a window may begin within a chunk
+            wanted = round(self._programs / (count * request.kv_heads))
+            splits = max(1, min(wanted, most)) if split else 1
+            return Launch(shape=shape, tiles=tiles, count=count, splits=splits, most_chunks=most)
+        work = None
+        if split:
+            programs = max(1, self._programs // request.kv_heads)
+            work = work_list(tiles, layout.positions, count, programs, request.window or 0, shape.tokens)
+        return Launch(shape=shape, tiles=tiles, count=count, work=work)
 
     def _run(
         self,
@@ -157,69 +171,104 @@ class Paged:
         out: torch.Tensor,
     ) -> None:
         request, shape = self._request, launch.shape
-        tokens = shape.rows // self._group
-        if launch.tiles is None:
-            tokens = 1
+        table, tiles = layout.block_table, launch.tiles
+        some = out if sinks is None else sinks
+        common: dict[str, Any] = {
+            "Q_HEADS": request.q_heads,
+            "KV_HEADS": request.kv_heads,
+            "HEAD_DIM": request.head_dim,
+            "SINKS": sinks is not None,
+            **dependent(query),
+        }
+        more: dict[str, Any] = {
+            "WINDOW": request.window or 0,
+            "BLOCK_M": shape.rows,
+            "BLOCK_N": shape.tokens,
+            "BLOCK_SIZE": request.block_size,
+            "SOFTCAP": request.softcap is not None,
+            "PRECISION": "ieee" if request.dtype == "float32" else "tf32",
+            "num_warps": shape.warps,
+            "num_stages": shape.stages,
+        }
+        sizes = (query.stride(0), query.stride(1), table.stride(0), request.scale, request.softcap or 0.0)
+        given = (query, cache["key"], cache["value"], out)
+        if self._fixed:
+            self._run_fixed(launch, layout, given, some, sizes, common, more)
+        elif launch.work is None:
+            attention_kernel[(launch.count, request.kv_heads)](
+                *given, some, table, layout.positions, tiles, *sizes, **common, **more
+            )
+        else:
+            self._run_list(launch, launch.work, given, some, table, sizes, common, more)
+
+    def _run_list(
+        self,
+        launch: Launch,
+        work: WorkList,
+        given: tuple[torch.Tensor, ...],
+        sinks: torch.Tensor,
+        table: torch.Tensor,
+        sizes: tuple[Any, ...],
+        common: dict[str, Any],
+        more: dict[str, Any],
+    ) -> None:
+        request, out = self._request, given[3]
+        tokens = launch.shape.rows // self._group if launch.tiles is not None else 1
+        members = tokens * self._group
+        partial = out.new_empty((work.bound, request.kv_heads * members, request.head_dim), dtype=torch.float32)
+        lse = out.new_empty((work.bound, request.kv_heads * members), dtype=torch.float32)
+        merge = launch.tiles is None and work.programs <= MOST_MERGED * launch.count
+        merge = merge and work.bound * request.kv_heads <= len(self._arrived)
+        pieces, rest = divmod(launch.shape.tokens, request.block_size)
+        if rest or pieces > MOST_PIECES:
+            pieces = 0 if request.block_size % launch.shape.tokens else 1
+        decode_kernel[(work.programs * request.kv_heads,)](
+            *given, partial, lse, self._arrived, sinks, table, work.entries, work.length, *sizes,
+            FIELDS=FIELDS, TOKENS=tokens, PIECES=pieces, MERGE=merge, MERGED_ROWS=power_of_two(members),
+            **common, **more,
+        )  # fmt: skip
+        if not merge:
+            many = launch.tiles is None and work.programs > 16 * launch.count
+            merge_kernel[(launch.count, request.kv_heads * members)](
+                partial, lse, out, sinks, work.tiles,
+                TOKENS=tokens, TOGETHER=64 if many else 16, num_warps=4 if many else 2, **common,
+            )  # fmt: skip
+
+    def _run_fixed(
+        self,
+        launch: Launch,
+        layout: StepLayout,
+        given: tuple[torch.Tensor, ...],
+        sinks: torch.Tensor,
+        sizes: tuple[Any, ...],
+        common: dict[str, Any],
+        more: dict[str, Any],
+    ) -> None:
+        request, out = self._request, given[3]
+        tokens = 1 if launch.tiles is None else launch.shape.rows // self._group
         split = launch.splits > 1
         merge = split and launch.tiles is None and launch.count * request.kv_heads <= len(self._arrived)
         merge = merge and launch.splits <= MOST_MERGED
         partial = lse = out
         if split:
             members = launch.count * request.kv_heads * tokens * self._group
-            partial = query.new_empty((members, launch.most_chunks, request.head_dim), dtype=torch.float32)
-            lse = query.new_empty((members, launch.most_chunks), dtype=torch.float32)
-        common: dict[str, Any] = {
-            "most_chunks": launch.most_chunks,
-            "splits": launch.splits,
-            "Q_HEADS": request.q_heads,
-            "KV_HEADS": request.kv_heads,
-            "HEAD_DIM": request.head_dim,
-            "TOKENS": tokens,
-            "BLOCK_N": shape.tokens,
-            "WINDOW": request.window or 0,
-            "SINKS": sinks is not None,
-            "IDENTITY": launch.tiles is None,
-            **dependent(query),
-        }
-        some = out if sinks is None else sinks
+            partial = out.new_empty((members, launch.most_chunks, request.head_dim), dtype=torch.float32)
+            lse = out.new_empty((members, launch.most_chunks), dtype=torch.float32)
         tiles = layout.positions if launch.tiles is None else launch.tiles
-        more: dict[str, Any] = {
-            "BLOCK_M": shape.rows,
-            "BLOCK_SIZE": request.block_size,
-            "SPLIT": split,
-            "MERGE": merge,
-            "SOFTCAP": request.softcap is not None,
-            "PRECISION": "ieee" if request.dtype == "float32" else "tf32",
-            "num_warps": shape.warps,
-            "num_stages": shape.stages,
-        }
-        given = (
-            query, cache["key"], cache["value"], out, partial, lse, self._arrived, some, layout.block_table,
-            layout.positions, tiles, query.stride(0), query.stride(1), layout.block_table.stride(0), request.scale,
-            request.softcap or 0.0,
+        which: dict[str, Any] = {
+            "CHUNK": FIXED_CHUNK, "TOKENS": tokens, "IDENTITY": launch.tiles is None, "WINDOW": request.window or 0
+        }  # fmt: skip
+        fixed_attention_kernel[(launch.count, request.kv_heads, launch.splits)](
+            *given, partial, lse, self._arrived, sinks, layout.block_table, layout.positions, tiles, *sizes,
+            most_chunks=launch.most_chunks, splits=launch.splits, SPLIT=split, MERGE=merge,
+            SUM_BY_UNIT=request.dtype != "float32", GROUP_BLOCK=power_of_two(self._group),
+            **{**more, **which}, **common,
         )  # fmt: skip
-        grid = (launch.count, request.kv_heads, launch.splits)
-        chunk = FIXED_CHUNK if self._fixed else LEAST_CHUNK
-        if self._fixed:
-            fixed: dict[str, Any] = {"CHUNK": chunk, "GROUP_BLOCK": power_of_two(self._group)}
-            fixed_attention_kernel[grid](*given, SUM_BY_UNIT=request.dtype != "float32", **fixed, **common, **more)
-        else:
-            attention_kernel[grid](*given, chunk=chunk, **common, **more)
         if split and not merge:
-            many = launch.most_chunks > 16
             combine_kernel[(launch.count, request.kv_heads * tokens * self._group)](
-                partial,
-                lse,
-                out,
-                some,
-                layout.positions,
-                tiles,
-                chunk=chunk,
-                FIXED=self._fixed,
-                TOGETHER=8 if self._fixed else 64 if many else 16,
-                num_warps=1 if self._fixed else 4 if many else 2,
-                **common,
-            )
+                partial, lse, out, sinks, layout.positions, tiles, most_chunks=launch.most_chunks,
+                num_warps=1, **which, **common,
+            )  # fmt: skip
 
     def _upload(self, tiles: np.ndarray[Any, Any]) -> torch.Tensor:
         host = torch.from_numpy(tiles)
