@@ -118,6 +118,21 @@ def test_fixed_chunks_equal_the_formula(window: int | None) -> None:
         check(Scene(queries, contexts), request(window=window, demands=INVARIANT))
 
 
+def test_fixed_chunks_have_the_same_bits_however_many_programs_take_them() -> None:
+    """Put together by the program that took all of them, by the last of a few, and by a launch of its own."""
+    scene = Scene([1, 1], [1700, 70])
+    where, found = here(scene.layout), []
+    for programs in (1, 12, 200):
+        op = operator(request(demands=INVARIANT))
+        op._programs = programs
+        found.append(op.run(here(scene.query), here(scene.cache), op.plan(where)))
+    torch.testing.assert_close(
+        found[0].cpu().double(), scene.formula(window=None, softcap=None, sinks=None), rtol=2e-5, atol=2e-5
+    )
+    same_bits(found[1], found[0])
+    same_bits(found[2], found[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 30])
 def test_fixed_chunks_give_a_row_the_same_bits_wherever_it_stands(window: int | None, dtype: str) -> None:

@@ -27,7 +27,7 @@ COMPARED = {
     "bias_kernel": "test_nvidia_sampling.py::test_bias",
     "bits_kernel": "test_nvidia_sampling.py::test_mask",
     "chosen_kernel": "test_nvidia_sampling.py::test_logprobs",
-    "combine_kernel": "test_nvidia_attention.py::test_fixed_chunks_equal_the_formula",
+    "combine_kernel": "test_nvidia_attention.py::test_fixed_chunks_have_the_same_bits_however_many_programs_take_them",
     "count_kernel": "test_nvidia_sampling.py::test_penalties",
     "decode_kernel": "test_nvidia_attention.py::test_soft_cap_and_sinks",
     "described_gated_kernel": "test_nvidia_fused.py::test_gated_tiles",
