@@ -96,7 +96,13 @@ class Paged:
             # Half the bytes a token: more of them on their way.
             self._few = Shape(rows=few, tokens=64, warps=2, stages=5)
         self._many = (
-            Shape(rows=max(32 if single else 64, least), tokens=32, warps=8, stages=2)
+            Shape(
+                # In float32 products are unrolled, and with 32 tokens at once registers spill. Fixed bits stay.
+                rows=max(32 if single else 64, least),
+                tokens=16 if single and not self._fixed else 32,
+                warps=8,
+                stages=2,
+            )
             if wide
             # With two sums, a chunk's and the whole one, a tile of 64 rows and four warps spills registers.
             else Shape(rows=max(128, least), tokens=64, warps=8, stages=2)
