@@ -85,6 +85,11 @@ def test_a_long_context_among_short_ones_is_cut_and_begun_first() -> None:
     assert (found[: len(mine), 0] == 1).all()
 
 
+def test_many_short_contexts_leave_a_long_one_what_room_there_is() -> None:
+    found = check([*range(1, 60), 66 * SPAN], 66)
+    assert 33 <= (found[:, 0] == 59).sum() <= 66
+
+
 def test_the_list_lies_on_the_device() -> None:
     work = listed([5, 6], 2)
     assert {work.entries.device.type, work.tiles.device.type, work.length.device.type} == {DEVICE.type}

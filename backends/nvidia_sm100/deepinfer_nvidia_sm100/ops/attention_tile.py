@@ -51,10 +51,10 @@ def in_half(queries):
 def attend_places(
     acc, top, total, queries, position, key_cache, value_cache, place, token, real, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-    SUM_BY_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIKE: tl.constexpr, SUM_BY_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over BLOCK_N cached tokens that lie at ``place [BLOCK_N, HEAD_DIM]``. MASKED: those not ``real``
-    are not read, and rows see none past their own position, or before their window."""
+    are not read, and rows see none past their own position, or before their window; ALIKE: they see all that are."""
     FEW: tl.constexpr = queries.shape[0] <= 32
     factor = scale * LOG2E
     if SOFTCAP:
@@ -69,9 +69,12 @@ def attend_places(
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
     scaled = scores * factor
     if MASKED:
-        seen = token[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (token[None, :] > position[:, None] - WINDOW)
+        if ALIKE:
+            seen = real[None, :]
+        else:
+            seen = token[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (token[None, :] > position[:, None] - WINDOW)
         scaled = tl.where(seen, scaled, float("-inf"))
     higher = tl.maximum(top, tl.max(scaled, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -112,5 +115,5 @@ def attend_block(
     place = cached[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     return attend_places(
         acc, top, total, queries, position, key_cache, value_cache, place, token, real, scale, softcap,
-        HEAD_DIM, BLOCK_N, WINDOW, SOFTCAP, MASKED, SUM_BY_UNIT, PRECISION,
+        HEAD_DIM, BLOCK_N, WINDOW, SOFTCAP, MASKED, False, SUM_BY_UNIT, PRECISION,
     )  # fmt: skip

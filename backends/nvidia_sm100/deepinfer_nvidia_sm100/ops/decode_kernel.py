@@ -1,8 +1,9 @@
 """The kernel of ``attention.paged`` for few rows of a request over a context that may be cut into chunks.
 
-A program takes entries of a list (:mod:`.work_list`): each is a *tile*, some neighbouring rows of one request with the
-query heads that share a key head, and a chunk of its context. The blocks of the next tokens are looked up while the
-keys before them are on their way. Who writes the last result of a tile puts them together, or a launch of its own does.
+A program takes one entry of a list (:mod:`.work_list`) and one key head: a *tile*, some neighbouring rows of one
+request with the query heads that share the key head, and a chunk of its context. The blocks of the next tokens are
+looked up while the keys before them are on their way. Who writes the last result of a tile puts them together, or a
+launch of its own does.
 
 Floor: bytes, 2·KV·D elements for each token of context, read once for all heads that share them.
 """
@@ -28,18 +29,25 @@ def looked_up(blocks, n, last_block, PIECES: tl.constexpr, BLOCK_SIZE: tl.conste
 
 
 @triton.jit
-def places_of(found, blocks, token, last_block, PIECES: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Where tokens lie, in elements: their blocks were looked up before, or (no PIECES) are now."""
+def places_of(
+    found, blocks, n, last_block, PIECES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Where the tokens from n on lie, in elements: their blocks were looked up before, or (no PIECES) are now.
+
+    Of whole blocks a token's place in its own does not depend on n, so that addresses are a few sums with constants.
+    """
+    beside = tl.arange(0, BLOCK_N)
     if PIECES == 0:
-        block = tl.load(blocks + tl.minimum(token // BLOCK_SIZE, last_block)).to(tl.int64)
+        block = tl.load(blocks + tl.minimum((n + beside) // BLOCK_SIZE, last_block)).to(tl.int64)
+        return block * (BLOCK_SIZE * STRIDE) + (n + beside) % BLOCK_SIZE * STRIDE
     elif PIECES == 1:
-        block = tl.zeros_like(token).to(tl.int64) + found[0]
+        return found[0].to(tl.int64) * (BLOCK_SIZE * STRIDE) + (n + beside) % BLOCK_SIZE * STRIDE
     else:
-        piece = tl.arange(0, token.shape[0]) // BLOCK_SIZE
-        block = tl.zeros_like(token).to(tl.int64) + found[0]
-        for number in tl.static_range(1, PIECES):
-            block = tl.where(piece == number, found[number].to(tl.int64), block)
-    return block * (BLOCK_SIZE * STRIDE) + token % BLOCK_SIZE * STRIDE
+        begin = tl.zeros((BLOCK_N,), tl.int64) + found[0].to(tl.int64) * (BLOCK_SIZE * STRIDE)
+        for piece in tl.static_range(1, PIECES):
+            begin = tl.where(beside // BLOCK_SIZE == piece, found[piece].to(tl.int64) * (BLOCK_SIZE * STRIDE), begin)
+        return begin + beside % BLOCK_SIZE * STRIDE
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -77,8 +85,8 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (programs * KV_HEADS), neighbours the heads of one entry. TOKENS rows a tile at most, TOKENS * group at most
-    BLOCK_M.
+    """Grid (entries * KV_HEADS), neighbours the heads of one entry; past the list's end nothing is done. TOKENS rows a
+    tile at most, TOKENS * group at most BLOCK_M.
 
     Results of tiles of one chunk are written to ``out``; others to ``partial [results, KV_HEADS, TOKENS * group,
     HEAD_DIM]`` float32 and its logarithms of sums, base 2. Under MERGE the program that writes the last of them puts
@@ -90,76 +98,70 @@ def decode_kernel(
     MEMBERS: tl.constexpr = TOKENS * GROUP
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     kv_head = tl.program_id(0) % KV_HEADS
-    program = tl.program_id(0) // KV_HEADS
-    programs = tl.num_programs(0) // KV_HEADS
-    member = tl.arange(0, BLOCK_M)
-    token_row = member // GROUP
-    head = kv_head * GROUP + member % GROUP
-    channel = tl.arange(0, HEAD_DIM)
+    place_in_list = tl.program_id(0) // KV_HEADS
+    entry = entries + place_in_list * FIELDS
     many = tl.load(length, cache_modifier=".cg")
-    for turn in range(tl.cdiv(many, programs)):
-        at = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
-        if at < many:
-            entry = entries + at * FIELDS
-            request = tl.load(entry, cache_modifier=".cg")
-            first = tl.load(entry + 1, cache_modifier=".cg")
-            rows = tl.load(entry + 2, cache_modifier=".cg")
-            start = tl.load(entry + 3, cache_modifier=".cg")
-            low = tl.load(entry + 4, cache_modifier=".cg")
-            high = tl.load(entry + 5, cache_modifier=".cg")
-            result = tl.load(entry + 6, cache_modifier=".cg")
-            first_result = tl.load(entry + 7, cache_modifier=".cg")
-            chunks = tl.load(entry + 8, cache_modifier=".cg")
-            blocks = table + request.to(tl.int64) * table_stride
-            last_block = (high - 1) // BLOCK_SIZE
-            found = looked_up(blocks, low, last_block, PIECES, BLOCK_SIZE)
-            if turn == 0:
-                wait_turn(DEPENDENT)  # lengths and block tables were there before the step began, the list soon after
-            live = token_row < rows
-            row = (first + token_row).to(tl.int64)
-            source = query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :]
-            queries = tl.load(source, mask=live[:, None], other=0.0)
-            factor = scale
-            if key_cache.dtype.element_ty == tl.float8e4nv and query.dtype.element_ty == tl.bfloat16:
-                queries, by_row = in_half(queries)
-                factor = scale * by_row
-            position = start + token_row
-            acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            for n in range(low, high, BLOCK_N):
-                token = n + tl.arange(0, BLOCK_N)
-                real = token < high
-                if WINDOW > 0:
-                    real = real & (token > start - WINDOW)
-                cached = places_of(found, blocks, token, last_block, PIECES, BLOCK_SIZE, STRIDE) + kv_head * HEAD_DIM
-                found = looked_up(blocks, n + BLOCK_N, last_block, PIECES, BLOCK_SIZE)
-                acc, top, total = attend_places(
-                    acc, top, total, queries, position, key_cache, value_cache, cached[:, None] + channel[None, :],
-                    token, real, factor, softcap, HEAD_DIM, BLOCK_N, WINDOW, SOFTCAP, True, False, PRECISION,
-                )  # fmt: skip
-            if chunks == 1:
-                finish(acc, top, total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
-            else:
-                safe = tl.where(total > 0.0, total, 1.0)
-                lse = tl.where(total > 0.0, top + tl.log2(safe), float("-inf"))
-                place = (result * KV_HEADS + kv_head).to(tl.int64) * MEMBERS + member
-                tl.store(
-                    partial + place[:, None] * HEAD_DIM + channel[None, :], acc / safe[:, None], mask=live[:, None]
-                )
-                tl.store(partial_lse + place, lse, mask=live)
-                if MERGE:
-                    counter = arrived + first_result * KV_HEADS + kv_head
-                    tl.debug_barrier()  # every thread's part is written before one thread says so
-                    if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
-                        which = tl.arange(0, MERGED_ROWS)
-                        there = (which < MEMBERS) & (which // GROUP < rows)
-                        merged, highest, sums = put_together(
-                            partial, partial_lse, first_result, chunks, kv_head, there, KV_HEADS, MEMBERS, MERGED_ROWS,
-                            HEAD_DIM, max(1, 32 // MERGED_ROWS),
-                        )  # fmt: skip
-                        finish(
-                            merged, highest, sums, out, sinks, (first + which // GROUP).to(tl.int64),
-                            kv_head * GROUP + which % GROUP, there, Q_HEADS, HEAD_DIM, SINKS,
-                        )  # fmt: skip
-                        tl.store(counter, 0)
+    request = tl.load(entry, cache_modifier=".cg")
+    first = tl.load(entry + 1, cache_modifier=".cg")
+    rows = tl.load(entry + 2, cache_modifier=".cg")
+    start = tl.load(entry + 3, cache_modifier=".cg")
+    low = tl.load(entry + 4, cache_modifier=".cg")
+    high = tl.load(entry + 5, cache_modifier=".cg")
+    result = tl.load(entry + 6, cache_modifier=".cg")
+    first_result = tl.load(entry + 7, cache_modifier=".cg")
+    chunks = tl.load(entry + 8, cache_modifier=".cg")
+    if place_in_list < many:
+        blocks = table + request.to(tl.int64) * table_stride
+        last_block = (high - 1) // BLOCK_SIZE
+        found = looked_up(blocks, low, last_block, PIECES, BLOCK_SIZE)
+        wait_turn(DEPENDENT)  # lengths and block tables were there before the step began, the list soon after
+        member = tl.arange(0, BLOCK_M)
+        token_row = member // GROUP
+        head = kv_head * GROUP + member % GROUP
+        channel = tl.arange(0, HEAD_DIM)
+        live = token_row < rows
+        row = (first + token_row).to(tl.int64)
+        source = query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :]
+        queries = tl.load(source, mask=live[:, None], other=0.0)
+        factor = scale
+        if key_cache.dtype.element_ty == tl.float8e4nv and query.dtype.element_ty == tl.bfloat16:
+            queries, by_row = in_half(queries)
+            factor = scale * by_row
+        position = start + token_row
+        acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        for n in range(low, high, BLOCK_N):
+            token = n + tl.arange(0, BLOCK_N)
+            real = token < high
+            if WINDOW > 0:
+                real = real & (token > start - WINDOW)
+            place = places_of(found, blocks, n, last_block, PIECES, BLOCK_SIZE, BLOCK_N, STRIDE) + kv_head * HEAD_DIM
+            found = looked_up(blocks, n + BLOCK_N, last_block, PIECES, BLOCK_SIZE)
+            acc, top, total = attend_places(
+                acc, top, total, queries, position, key_cache, value_cache, place[:, None] + channel[None, :], token,
+                real, factor, softcap, HEAD_DIM, BLOCK_N, WINDOW, SOFTCAP, True, TOKENS == 1, False, PRECISION,
+            )  # fmt: skip
+        if chunks == 1:
+            finish(acc, top, total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
+        else:
+            safe = tl.where(total > 0.0, total, 1.0)
+            lse = tl.where(total > 0.0, top + tl.log2(safe), float("-inf"))
+            part = (result * KV_HEADS + kv_head).to(tl.int64) * MEMBERS + member
+            tl.store(partial + part[:, None] * HEAD_DIM + channel[None, :], acc / safe[:, None], mask=live[:, None])
+            tl.store(partial_lse + part, lse, mask=live)
+            if MERGE:
+                counter = arrived + first_result * KV_HEADS + kv_head
+                tl.debug_barrier()  # every thread's part is written before one thread says so
+                if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
+                    which = tl.arange(0, MERGED_ROWS)
+                    mine = (which < MEMBERS) & (which // GROUP < rows)
+                    merged, highest, sums = put_together(
+                        partial, partial_lse, first_result, chunks, kv_head, mine, KV_HEADS, MEMBERS, MERGED_ROWS,
+                        HEAD_DIM, max(1, 32 // MERGED_ROWS),
+                    )  # fmt: skip
+                    finish(
+                        merged, highest, sums, out, sinks, (first + which // GROUP).to(tl.int64),
+                        kv_head * GROUP + which % GROUP, mine, Q_HEADS, HEAD_DIM, SINKS,
+                    )  # fmt: skip
+                    tl.store(counter, 0)

@@ -29,8 +29,10 @@ FIXED_CHUNK = 256
 """Tokens of a chunk under ``batch_invariant``."""
 MOST_MERGED = 4
 """Programs of a tile up to which the last to arrive puts chunks together; more are left to a launch of their own."""
-PROGRAMS_EACH = 3
-"""Programs for each multiprocessor that splitting aims at."""
+PROGRAMS_EACH = 4
+"""Programs for each multiprocessor that cutting contexts aims at: as many as fit."""
+FIXED_EACH = 3
+"""The same for fixed chunks."""
 MOST_PIECES = 8
 """Blocks that tokens read at once lie in, up to which they are looked up one by one."""
 
@@ -77,8 +79,8 @@ class Paged:
         self._fixed = "batch_invariant" in request.demands
         self._device = context.device
         self._group = request.q_heads // request.kv_heads
-        self._programs = PROGRAMS_EACH * _multiprocessors(context.device)
-        results = context.max_tokens + max(1, self._programs // request.kv_heads)
+        self._programs = (FIXED_EACH if self._fixed else PROGRAMS_EACH) * _multiprocessors(context.device)
+        results = 2 * context.max_tokens + self._programs // request.kv_heads + 1
         self._arrived = torch.zeros(results * request.kv_heads, dtype=torch.int32, device=context.device)
         wide = request.head_dim > 128 or request.dtype == "float32"
         tokens = 32 if wide else 64
@@ -86,15 +88,13 @@ class Paged:
         single = request.dtype == "float32"
         few = least
         # Two warps a program: many small programs keep more loads in flight than few large ones. With one warp, and
-        # prompts with 128 tokens at a time, a little faster still, registers spill.
-        self._few = (
-            Shape(rows=few, tokens=tokens, warps=8, stages=2 if wide else 3)
-            if few > 32
-            else Shape(rows=few, tokens=tokens, warps=4 if wide else 2, stages=2 if wide else 3)
-        )
+        # prompts with 128 tokens at a time, a little faster still, registers spill. Where every token is looked up as
+        # it is read, as fixed chunks do, a stage more is in flight only in part; else it leaves room for less programs.
+        stages = 3 if self._fixed and not wide else 2
+        self._few = Shape(rows=few, tokens=tokens, warps=8 if few > 32 else 4 if wide else 2, stages=stages)
         if request.cache_dtype == "float8_e4m3fn" and not wide and few <= 32 and not self._fixed:
             # Half the bytes a token: more of them on their way.
-            self._few = Shape(rows=few, tokens=64, warps=2, stages=5)
+            self._few = Shape(rows=few, tokens=64, warps=2, stages=3)
         self._many = (
             Shape(
                 # In float32 products are unrolled, and with 32 tokens at once registers spill. Fixed bits stay.
@@ -228,7 +228,7 @@ class Paged:
         pieces, rest = divmod(launch.shape.tokens, request.block_size)
         if rest or pieces > MOST_PIECES:
             pieces = 0 if request.block_size % launch.shape.tokens else 1
-        decode_kernel[(work.programs * request.kv_heads,)](
+        decode_kernel[(work.bound * request.kv_heads,)](
             *given, partial, lse, self._arrived, sinks, table, work.entries, work.length, *sizes,
             FIELDS=FIELDS, TOKENS=tokens, PIECES=pieces, MERGE=merge, MERGED_ROWS=power_of_two(members),
             **common, **more,

@@ -3,8 +3,7 @@
 A recorded step does not know its contexts, so the host gives the number of programs and the device the rest. A context
 is cut into as many equal chunks as it holds even shares of all tokens, rounded; one that holds no share is one chunk.
 So equal contexts that fill the device are not cut, and a long one among short ones is. Chunks stand in the list by
-length, the longest first, and programs take them in turns, to and fro, so that who begins with a long one ends with a
-short one.
+length, the longest first: programs start in that order, so that what is left over for their second turn is short.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import triton.language as tl
 
 from .dependent import dependent, wait_turn
 
-FIELDS = 9
-"""Of an entry: request, first row, rows, position of the first, first token and end of the chunk, number of its result,
-number of the tile's first result, and the tile's chunks."""
+FIELDS = 16
+"""Of an entry, nine in use: request, first row, rows, position of the first, first token and end of the chunk, its
+result, the first of the tile, and chunks of the tile."""
 AT_ONCE = 64
 """Tiles that a program of the kernel below places."""
 
@@ -26,7 +25,7 @@ AT_ONCE = 64
 @attrs.frozen(kw_only=True)
 class WorkList:
     """``entries [bound, FIELDS]``, ``tiles [count, 4]`` (first row, rows, first result, results) and ``length [1]``,
-    int32 of the device; ``programs``: that take chunks, for each key head."""
+    int32 of the device; ``programs``: chunks for each key head that are taken at a time."""
 
     entries: torch.Tensor
     tiles: torch.Tensor
@@ -35,7 +34,7 @@ class WorkList:
 
     @property
     def bound(self) -> int:
-        """Most results that there can be."""
+        """Most chunks that there can be."""
         return int(self.entries.shape[0])
 
 
@@ -65,6 +64,19 @@ def parts_of(spans, total, shares):
     shares = tl.where(total > shares, (2 * spans * shares + total) // (2 * tl.maximum(total, 1)), spans)
     length = tl.cdiv(spans, tl.maximum(shares, 1))
     return tl.cdiv(spans, tl.maximum(length, 1)), length
+
+
+@triton.jit
+def chunks_of_all(
+    tiles, positions, total, shares, count, AT_ONCE: tl.constexpr, IDENTITY: tl.constexpr, WINDOW: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """How many there are if so many shares are wanted."""
+    number = 0
+    for other in range(0, count, AT_ONCE):
+        spans = span_of(tiles, positions, other + tl.arange(0, AT_ONCE), count, IDENTITY, WINDOW, N)[6]
+        number += tl.sum(parts_of(spans, total, shares)[0], axis=0)
+    return number
 
 
 @triton.jit
@@ -98,7 +110,7 @@ def placed(
     return parts, longest, place, result, number
 
 
-@triton.jit(do_not_specialize=["count", "programs"])
+@triton.jit(do_not_specialize=["count", "programs", "bound"])
 def list_kernel(
     tiles,
     positions,
@@ -107,6 +119,7 @@ def list_kernel(
     length,
     count,
     programs,
+    bound,
     FIELDS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     IDENTITY: tl.constexpr,
@@ -123,8 +136,16 @@ def list_kernel(
         total += tl.sum(spans, axis=0)
     tile = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     request, first, rows, start, end, begin, spans = span_of(tiles, positions, tile, count, IDENTITY, WINDOW, N)
+    # Contexts of less than half a share are chunks beyond the shares: then fewer are wanted, as many as there is room.
+    shares = programs
+    number = chunks_of_all(tiles, positions, total, shares, count, AT_ONCE, IDENTITY, WINDOW, N)
+    if number > bound:
+        shares = tl.maximum(shares - (number - bound), bound - count)
+        number = chunks_of_all(tiles, positions, total, shares, count, AT_ONCE, IDENTITY, WINDOW, N)
+        if number > bound:
+            shares = bound - count
     parts, longest, place, result, number = placed(
-        tiles, positions, tile, spans, total, programs, count, AT_ONCE, IDENTITY, WINDOW, N
+        tiles, positions, tile, spans, total, shares, count, AT_ONCE, IDENTITY, WINDOW, N
     )
     if (count <= AT_ONCE) & (count < programs):
         # A few chunks more than programs would take a turn more: as many of each context as there is room for.
@@ -166,12 +187,12 @@ def work_list(
         window: tokens that a row sees; 0: all.
         span: chunks begin and end at multiples of so many tokens.
     """
+    bound = max(count, programs) + max(1, min(count, programs) // 2)
     entries, results, length = (
-        torch.empty(shape, dtype=torch.int32, device=positions.device)
-        for shape in ((count + programs, FIELDS), (count, 4), (1,))
+        torch.empty(shape, dtype=torch.int32, device=positions.device) for shape in ((bound, FIELDS), (count, 4), (1,))
     )
     list_kernel[(triton.cdiv(count, AT_ONCE),)](
-        positions if tiles is None else tiles, positions, entries, results, length, count, programs,
+        positions if tiles is None else tiles, positions, entries, results, length, count, programs, bound,
         FIELDS=FIELDS, AT_ONCE=AT_ONCE, IDENTITY=tiles is None, WINDOW=window, N=span, num_warps=8,
         **dependent(positions),
     )  # fmt: skip
