@@ -63,6 +63,16 @@ def test_contexts_of_all_lengths(programs: int) -> None:
     check(contexts[:9], programs, window=int(rng.integers(1, 200)))
 
 
+def test_the_list_has_room_for_all() -> None:
+    rng = np.random.default_rng()
+    for _ in range(60):
+        count, programs = (int(n) for n in np.exp(rng.uniform(0, np.log(140), 2)))
+        spread = rng.uniform(0, 9)
+        contexts = [int(c) for c in np.exp(rng.uniform(0, spread, count))]
+        contexts[0] = int(np.exp(rng.uniform(0, 10)))
+        check(contexts, programs)
+
+
 def test_equal_contexts_that_fill_the_programs_are_not_cut() -> None:
     for count, programs in ((64, 66), (64, 49), (256, 66), (45, 66)):
         assert len(entries(listed([544] * count, programs))) == count

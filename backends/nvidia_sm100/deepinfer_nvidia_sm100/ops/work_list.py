@@ -152,7 +152,8 @@ def list_kernel(
         fewer, shorter, sooner, first_result, sum_of_them = placed(
             tiles, positions, tile, spans, total, programs // count * count, count, AT_ONCE, IDENTITY, WINDOW, N
         )
-        if turns_of(sooner, fewer, shorter, programs) <= turns_of(place, parts, longest, programs):
+        better = turns_of(sooner, fewer, shorter, programs) <= turns_of(place, parts, longest, programs)
+        if better & (sum_of_them <= bound):
             parts, place, result, number = fewer, sooner, first_result, sum_of_them
     tl.store(results + 4 * tile, first, mask=tile < count)
     tl.store(results + 4 * tile + 1, rows, mask=tile < count)
