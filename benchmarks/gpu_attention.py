@@ -173,18 +173,15 @@ def tile_shapes(results: Results, bandwidth: float) -> list[list[Any]]:
     few = [
         Shape(rows=16, tokens=tokens, warps=warps, stages=stages)
         for tokens, warps, stages in (
-            (32, 1, 4),
+            (32, 2, 3),
             (32, 2, 4),
-            (32, 4, 5),
+            (32, 2, 5),
+            (64, 2, 2),
             (64, 2, 3),
             (64, 2, 4),
             (64, 4, 2),
             (64, 4, 3),
-            (64, 4, 4),
-            (64, 4, 5),
-            (128, 4, 3),
-            (128, 4, 4),
-            (128, 8, 3),
+            (128, 4, 2),
         )
     ]
     many = [

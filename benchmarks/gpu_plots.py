@@ -67,7 +67,7 @@ def progress(axes: Any) -> None:
 
 def attention(axes: Any) -> None:
     """Share of the copy bandwidth, over the bytes read."""
-    found = {key: e for key, e in entries("operators.json").items() if key.startswith("decode ")}
+    found = {key: e for key, e in entries("attention.json").items() if key.startswith("decode ") and "sdpa_us" in e}
     tokens = {key: cached_tokens(key.removeprefix("decode ")) for key in found}
     megabytes = {key: 2 * 2 * 8 * 128 * count / 1e6 for key, count in tokens.items()}
     order = sorted(found, key=megabytes.__getitem__)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PARTS = {"peer_process.py", "gpu_plots.py", "gpu_fp8.py", "gpu_sampling.py"}
+PARTS = {"peer_process.py", "gpu_plots.py", "gpu_attention.py", "gpu_fp8.py", "gpu_sampling.py"}
 """Programs that measure nothing alone: a side of a comparison, drawings of kept results, parts of gpu_ops.py."""
 
 BENCHMARKS = sorted(
