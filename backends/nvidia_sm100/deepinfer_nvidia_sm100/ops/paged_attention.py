@@ -90,14 +90,15 @@ class Paged:
         # Two warps a program: many small programs keep more loads in flight than few large ones. With one warp, and
         # prompts with 128 tokens at a time, a little faster still, registers spill. Where every token is looked up as
         # it is read, as fixed chunks do, a stage more is in flight only in part; else it leaves room for less programs.
+        # In float32 products are unrolled: fewer warps, or prompts with 32 tokens at once, spill. Fixed bits stay.
         stages = 3 if self._fixed and not wide else 2
-        self._few = Shape(rows=few, tokens=tokens, warps=8 if few > 32 else 4 if wide else 2, stages=stages)
+        warps = 8 if few > 32 or (single and not self._fixed) else 4 if wide else 2
+        self._few = Shape(rows=few, tokens=tokens, warps=warps, stages=stages)
         if request.cache_dtype == "float8_e4m3fn" and not wide and few <= 32 and not self._fixed:
             # Half the bytes a token: more of them on their way.
             self._few = Shape(rows=few, tokens=64, warps=2, stages=3)
         self._many = (
             Shape(
-                # In float32 products are unrolled, and with 32 tokens at once registers spill. Fixed bits stay.
                 rows=max(32 if single else 64, least),
                 tokens=16 if single and not self._fixed else 32,
                 warps=8,
