@@ -29,6 +29,7 @@ from deepinfer_nvidia_sm100.fp8_tuning import HOPPER
 from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
 from deepinfer_nvidia_sm100.ops import paged_attention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
+from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
 from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale
 from reference_support import batch
@@ -237,6 +238,16 @@ def by_roles() -> None:
         )
 
 
+def by_tiles() -> None:
+    """The same by warps that share all tasks, for either generation: what serves where nothing faster was measured."""
+    x, weight = (torch.empty((rows, 4096), dtype=torch.float8_e4m3fn) for rows in (4096, 7168))
+    packed = Fp8Weight(weight, torch.empty((7168 // 128, 32)), 128, None)
+    tile = ManyTile(block_m=128, block_n=128, halves=1, stages=4, warps=8, box=True, prefetch=False)
+    fp8_linear_ops.multiply_many(
+        x, torch.empty((32, 4096)), packed, torch.empty((4096, 7168), dtype=torch.bfloat16), tile
+    )
+
+
 def fp8_write() -> None:
     shape = {"cache_group": "full", "kv_heads": KV_HEADS, "head_dim": DIM, "block_size": 16}
     write = operator(WriteKVRequest(dtype="bfloat16", cache_dtype="float8_e4m3fn", **shape))
@@ -332,6 +343,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fp8 rounded 64 rows": lambda: fp8_linear(64, 7168, 4096, ROUNDED),
     "fp8 rounded 4096 rows": lambda: fp8_linear(4096, 7168, 4096, ROUNDED),
     "fp8 rounded by roles": by_roles,
+    "fp8 rounded by tiles": by_tiles,
     "fp8 cache write": fp8_write,
     "fp8 cache decode": lambda: attention([1] * 7, 4000, cache_dtype="float8_e4m3fn"),
     "fp8 cache prompt": lambda: attention([1, 2000], 2000, cache_dtype="float8_e4m3fn"),

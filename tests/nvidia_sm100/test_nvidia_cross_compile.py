@@ -35,7 +35,13 @@ ON_MATRIX_UNIT = {
     "fp8 1 row",
     "fp8 64 rows",
 }
-IN_FP8 = {"fp8 rounded 1 row", "fp8 rounded 64 rows", "fp8 rounded 4096 rows", "fp8 rounded by roles"}
+IN_FP8 = {
+    "fp8 rounded 1 row",
+    "fp8 rounded 64 rows",
+    "fp8 rounded 4096 rows",
+    "fp8 rounded by roles",
+    "fp8 rounded by tiles",
+}
 BY_WARPS = {
     "decode",
     "decode drafts",
@@ -80,6 +86,7 @@ ALL = [
     "fp8 rounded 64 rows",
     "fp8 rounded 4096 rows",
     "fp8 rounded by roles",
+    "fp8 rounded by tiles",
     "fp8 cache write",
     "fp8 cache decode",
     "fp8 cache prompt",
