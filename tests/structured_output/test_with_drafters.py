@@ -73,6 +73,4 @@ def test_a_drafter_changes_no_token_of_a_grammar(drafter: str) -> None:
 @pytest.mark.parametrize("schedule", ["fixed", "confidence"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_drafter_changes_a_token(drafter: str, schedule: str, ahead: bool, temperature: float) -> None:
-    if drafter == "ngram" and schedule == "confidence":
-        pytest.skip("drafts without a confidence are scheduled as fixed")
     check(drafter, temperature, **{"speculation.schedule": schedule, "scheduling.async_scheduling": ahead})
