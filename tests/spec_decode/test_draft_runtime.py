@@ -13,6 +13,7 @@ from speculating import check_same, drafting, pair, random_prompts
 from toys.checkpoints import open_toy, write_toy
 from toys.checks import assert_clean
 from toys.device_drafters import TEXTS
+from toys.oracle import count_tokens
 
 from deepinfer_core import SamplingParams
 from deepinfer_core.engine.speculation import last_tokens
@@ -104,6 +105,46 @@ def test_requests_as_long_as_the_model_takes(tmp_path: Path, groups: dict[str, i
     plain, fast = pair(directory, drafting("draft_model", depth=5, **more))
     prompts = random_prompts(random.Random(7), 6)
     check_same(plain, fast, prompts, SamplingParams(temperature=0, ignore_eos=True))
+    assert_clean(fast)
+    plain.close()
+    fast.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_drafts_keep_to_the_rows_of_a_step(tmp_path: Path, ahead: bool) -> None:
+    """A step has room for fewer drafts than its requests have: the first take what there is."""
+    more = {"scheduling__max_batch_tokens": 9, "scheduling__async_scheduling": ahead}
+    llm = open_toy(write_toy(tmp_path / "toy", "Count"), **drafting("told", depth=5, **more))
+    running = llm.engine.core.runner.drafting
+    assert running is not None
+    resolve, rows = running.resolve, []
+
+    def resolved(plan: Any) -> Any:
+        found = resolve(plan)
+        rows.append((int(found.counts.sum()), sum(map(len, found.drafts.values()))))
+        return found
+
+    running.resolve = resolved  # type: ignore[method-assign]
+    outputs = llm.generate([[i, i + 1] for i in range(4)], GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [count_tokens([i + 1], 18, 64) for i in range(4)]
+    assert max(count for count, _ in rows) <= 9
+    assert max(drafts for _, drafts in rows) == 5
+    llm.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_drafter_that_raises_while_drafting_stops_and_starts(tmp_path: Path, seed: int, ahead: bool) -> None:
+    """Drafts that were planned for and did not come, in steps that draft for nobody."""
+    directory = write_toy(tmp_path / "toy", "PrefixHash")
+    more = {"plugins__device_drafters__every": 2, "plugins__device_drafters__seed": seed}
+    settings = drafting("told", **more, speculation__schedule="confidence", scheduling__async_scheduling=ahead)
+    plain, fast = pair(directory, settings)
+    prompts = random_prompts(random.Random(seed), 5)
+    expected = [o.outputs[0].token_ids for o in plain.generate(list(prompts), GREEDY)]
+    TEXTS[:] = [p + e for p, e in zip(prompts, expected, strict=True)]
+    assert [o.outputs[0].token_ids for o in fast.generate(list(prompts), GREEDY)] == expected
+    assert fast.engine.core.speculator.failures > 0  # type: ignore[union-attr]
     assert_clean(fast)
     plain.close()
     fast.close()
