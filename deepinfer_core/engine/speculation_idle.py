@@ -9,8 +9,9 @@ from typing import Literal
 
 from .speculation_rows import TargetRows
 
-IDLE_STEPS, IDLE_ROWS = 32, 1024
-"""Steps, and their rows, that a drafter is shown together."""
+IDLE_STEPS, IDLE_ROWS = 8, 1024
+"""Steps, and their rows, that a drafter is shown together. More would be objects enough for the garbage collector to
+begin, which a steady engine never makes it do; a full collection takes 0.1 s."""
 
 MEASURED_EACH = 4
 """Steps of which one is measured."""

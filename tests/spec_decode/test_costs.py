@@ -308,6 +308,26 @@ def test_probes_take_a_bounded_share_of_the_time(drafting: float) -> None:
     assert spent <= PROBE_SHARE * seconds + 5 * PROBED * drafting
 
 
+def test_beginning_in_error_counts_among_what_probes_take() -> None:
+    """Every probe of two lucky requests begins drafting for 16, which stops with the first drafts of all: however often
+    they say so, at most half a percent of the time goes there."""
+    made = schedule(lambda rows: 4.0 + 0.5 * rows, probe_steps=1)
+    lost, clock, began, extra = 0.0, 0.0, 0, 0
+    for _ in range(60_000):
+        drafted = made.drafts(16, 0)
+        chance = 0.05 if drafted == 16 else 0.99
+        survival = np.cumprod(np.full((drafted, 3), chance), axis=1)
+        target, drafting = 4.0 + 0.5 * (16 + extra), 10.0 * (drafted == 16) + 1.0 * (0 < drafted < 16)
+        told = cost(16 + extra, target / 1000, drafting / 1000, drafted)
+        made.observe(attrs.evolve(told, requests=16, chances=survival if drafted else None))
+        began += drafted == 16
+        lost += drafting + 0.5 * extra
+        clock += target + drafting
+        extra = drafted
+    assert began > 5
+    assert lost < 1.3 * PROBE_SHARE * clock
+
+
 def absorbing(made: ConfidenceSchedule, steps: int, fresh: int, paid: float) -> list[int]:
     """Steps of 16 requests and 16 ms that drafted, 1 ms each, where a probe also absorbs for ``paid`` ms."""
     probes = []

@@ -72,7 +72,7 @@ def test_ngrams_come_back_when_the_text_repeats(tmp_path: Path, ahead: bool) -> 
         assert speculator.failures == 0
     wrong = [i for i, (_, accepted) in enumerate(seen) if accepted == 0]
     assert len(wrong) < 100  # it stopped, but for probes
-    assert sum(accepted for _, accepted in seen) > 250
+    assert sum(accepted for _, accepted in seen) > 100
     assert statistics.mean(accepted for _, accepted in seen[-20:]) > 3
 
 

@@ -43,6 +43,9 @@ PROBE_SHARE = 0.005
 """Of the time, at most, is spent on probes, those of new requests and what they absorb included."""
 HOPELESS = 0.8
 """Where all drafts made lately promise less than this ratio, new requests are no reason to find out."""
+SHORT = 4
+"""Steps that drafted for all requests: where drafting stops sooner, beginning was an error of few drafts, and what it
+took counts as a probe's."""
 MOST_HALVINGS = 3
 """Each probe in vain doubles the pause until the next, so many times at most."""
 
@@ -70,6 +73,8 @@ class ConfidenceSchedule:
         self._probe_seconds = 0.0  # what that took
         self._in_vain = 0
         self._learned_on = 0
+        self._by_probe = False  # drafting began since a probe promised much, not with new requests
+        self._spent_on = 0.0  # seconds of drafting and verifying since then
         self._learned = False  # what drafters say is what was accepted of their drafts
         self._costs_began(StepCosts([(1, 1.0)]))
 
@@ -118,7 +123,7 @@ class ConfidenceSchedule:
                 self._began()
             return requests
         if self._on:
-            self._stopped()
+            self._stopped(requests)
         return few if self._probes(requests, few) else 0
 
     def _probes(self, requests: int, few: int) -> bool:
@@ -153,23 +158,30 @@ class ConfidenceSchedule:
         if cost.steps > 1:
             self._clock += (cost.steps - 1) * float(self.costs(np.array([cost.requests]))[0])
         self._idle_steps += cost.steps
-        if cost.drafted and not self._on:
-            self._probe_seconds = cost.draft_seconds
-        elif cost.decode and cost.rows > cost.requests and not self._on:
+        verifying = 0.0
+        if cost.decode and cost.rows > cost.requests:
             alone, whole = self.costs(np.array([cost.requests, cost.rows]))
-            self._probe_seconds += cost.target_seconds * (1 - float(alone / whole))
+            verifying = cost.target_seconds * (1 - float(alone / whole))
+        if self._on:
+            self._spent_on += cost.draft_seconds + verifying
+        elif cost.drafted:
+            self._probe_seconds = cost.draft_seconds
+        else:
+            self._probe_seconds += verifying
         if cost.chances is not None:
             self._learned = cost.learned
         if cost.chances is not None and len(cost.chances):
             self._learn(cost.chances)
 
     def _began(self) -> None:
-        self._on, self._learned_on = True, 0
+        self._on, self._by_probe, self._learned_on, self._spent_on = True, not self._all_new, 0, 0.0
 
-    def _stopped(self) -> None:
+    def _stopped(self, requests: int) -> None:
         """A last request or two may be drafted for at the end of every batch: that makes probes no more promising."""
-        if self._learned_on >= REMEMBERED:
+        if self._learned_on >= max(REMEMBERED, SHORT * requests):
             self._in_vain = 0
+        elif self._by_probe:
+            self._probe_seconds += self._spent_on
         self._on = False
         self._idle_steps, self._probed = 0, self._clock
         self._shorten(KEPT_WHEN_STOPPED)
