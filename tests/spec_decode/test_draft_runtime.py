@@ -148,3 +148,63 @@ def test_a_drafter_that_raises_while_drafting_stops_and_starts(tmp_path: Path, s
     assert_clean(fast)
     plain.close()
     fast.close()
+
+
+def test_nothing_is_drafted_where_one_token_is_left(tmp_path: Path) -> None:
+    llm = open_toy(write_toy(tmp_path / "toy", "Count"), **drafting("told"))
+    speculator = llm.engine.core.speculator
+    assert speculator is not None
+    drafter: Any = speculator.drafter
+    for tokens, most in ((1, 0), (2, 0), (3, 1), (5, 3)):
+        drafter.heard.clear()
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        assert max((result.proposed for result in drafter.heard), default=0) == most
+    llm.close()
+
+
+def test_what_is_no_token_has_no_chance(tmp_path: Path) -> None:
+    more = {"plugins__device_drafters__gap": 2, "speculation__schedule": "confidence"}
+    llm = open_toy(write_toy(tmp_path / "toy", "Count"), **drafting("told", depth=4, **more))
+    schedule: Any = llm.engine.core.planner.drafting.schedule  # type: ignore[union-attr]
+    seen: list[list[float]] = []
+
+    def budget(survival: Any, caps: Any, rows: int, *, delayed: bool) -> int:
+        seen.append(survival[0].tolist())
+        return 0
+
+    schedule.budget, schedule.drafts = budget, lambda requests, fresh: requests
+    llm.generate([[1, 2, 3]], GREEDY)
+    assert seen[0] == [1.0, 1.0, 0.0, 0.0]
+    llm.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_planned_drafts_that_never_came_are_taken_back(tmp_path: Path, ahead: bool) -> None:
+    """The step that should make them raises, and the one planned for them drafts for nobody."""
+    directory = write_toy(tmp_path / "toy", "PrefixHash")
+    settings = drafting("told", speculation__schedule="confidence", scheduling__async_scheduling=ahead)
+    plain, fast = pair(directory, settings)
+    speculator, planning = fast.engine.core.speculator, fast.engine.core.planner.drafting
+    assert speculator is not None
+    assert planning is not None
+    schedule: Any = planning.schedule
+    turns = iter([1, 1, 0] * 100)
+    proposed = iter([False, True] * 100)
+    propose, drafter = speculator.drafter.propose, speculator.drafter  # type: ignore[attr-defined]
+
+    def now_and_then(step: Any) -> Any:
+        if next(proposed):
+            return propose(step)
+        raise RuntimeError("no drafts this time")
+
+    drafter.propose = now_and_then  # type: ignore[method-assign]
+    schedule.budget = lambda survival, caps, rows, delayed: int(caps.sum())
+    schedule.drafts = lambda requests, fresh: requests * next(turns)
+    prompts = random_prompts(random.Random(2), 3)
+    expected = [o.outputs[0].token_ids for o in plain.generate(list(prompts), GREEDY)]
+    TEXTS[:] = [p + e for p, e in zip(prompts, expected, strict=True)]
+    assert [o.outputs[0].token_ids for o in fast.generate(list(prompts), GREEDY)] == expected
+    assert speculator.failures > 2
+    assert speculator.accepted > 2
+    plain.close()
+    fast.close()
