@@ -189,7 +189,7 @@ def test_planned_drafts_that_never_came_are_taken_back(tmp_path: Path, ahead: bo
     assert planning is not None
     schedule: Any = planning.schedule
     turns = iter([1, 1, 0] * 100)
-    proposed = iter([False, True] * 100)
+    proposed = iter([True, False] * 100)
     propose, drafter = speculator.drafter.propose, speculator.drafter  # type: ignore[attr-defined]
 
     def now_and_then(step: Any) -> Any:
