@@ -47,8 +47,8 @@ class TopK:
 class TopP:
     """Keeps a token iff the probability of all better ones is below ``top_p``; the best always stays.
 
-    Those are the row's n best for some n, found from the cumulated probabilities of the best tokens: float32
-    softmax, sums in float64, compared in float32, as the reference does. A row that keeps more than the widest look
+    Those are the row's n best for some n, found from the cumulated probabilities of the best tokens: weights in
+    float32, sums in float64, compared in float32, as the reference does. A row that keeps more than the widest look
     finds goes to the reference, alone, so that no row's result depends on its neighbours.
     """
 
@@ -72,9 +72,10 @@ class TopP:
     def _narrow(self, logits: torch.Tensor, rows: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
         """Cut the rows whose nucleus lies within their ``width`` best tokens; ``[n]`` bool says which were not."""
         selected = _pick(logits, rows)
-        values, ids = selected.topk(width, dim=-1)
-        probabilities = selected.softmax(dim=-1).gather(1, ids)
-        before = torch.nn.functional.pad(probabilities.cumsum(dim=-1, dtype=torch.float64)[:, :-1], (1, 0))
+        values = selected.topk(width, dim=-1).values
+        total = (selected - values[:, :1]).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
+        mass = (values - values[:, :1]).exp_().cumsum(dim=-1, dtype=torch.float64) / total
+        before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
         counts = (before.to(torch.float32) < top_p[:, None]).sum(dim=-1).clamp(min=1)
         wider = (counts == width) & (width < logits.shape[1])
         worst = values.gather(1, counts[:, None] - 1).masked_fill(wider[:, None], REMOVED)

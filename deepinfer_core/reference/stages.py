@@ -98,11 +98,14 @@ class TopP(_Stage):
     """Keeps a token iff the probability of all better ones is below ``top_p``; the best always stays."""
 
     def run(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """``[N, V]`` float32 -> fresh ``[N, V]``. Sums are kept in float64 and compared in float32."""
+        """``[N, V]`` float32 -> fresh ``[N, V]``. Sums, the total's too, are kept in float64 and compared in float32.
+
+        A softmax in float32 is not enough: thousands of equal weights round alike, and its total is off by 1e-4.
+        """
         top_p = batch.state.top_p[batch.slots, None]
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        mass = ordered.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64).to(torch.float32)
-        before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+        mass = (ordered - ordered[:, :1]).exp().cumsum(dim=-1, dtype=torch.float64)
+        before = torch.nn.functional.pad((mass / mass[:, -1:]).to(torch.float32)[:, :-1], (1, 0))
         removed = (top_p < 1) & ~(before < top_p)
         removed[:, 0] = False
         return logits.masked_fill(_unsort(removed, order), _REMOVED)

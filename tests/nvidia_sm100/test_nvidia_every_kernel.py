@@ -47,6 +47,7 @@ COMPARED = {
     "peak_kernel": "test_nvidia_sampling.py::test_temperature",
     "penalise_kernel": "test_nvidia_sampling.py::test_penalties",
     "quantise_rows_kernel": "test_nvidia_fp8_linear.py::test_rows_are_rounded_as_the_reference_rounds",
+    "race_kernel": "test_nvidia_sample_tokens.py::test_flat_rows_are_read_twice_and_no_more",
     "remove_kernel": "test_nvidia_sampling.py::test_top_k",
     "rope_kernel": "test_nvidia_pointwise.py::test_rope",
     "settle_kernel": "test_nvidia_sampling.py::test_top_p",
@@ -54,7 +55,7 @@ COMPARED = {
     "slot_mapping_kernel": "test_nvidia_sampling.py::test_runner_operators",
     "survey_kernel": "test_nvidia_sampling.py::test_draws_are_the_references",
     "swiglu_kernel": "test_nvidia_pointwise.py::test_swiglu",
-    "whole_row_kernel": "test_nvidia_sampling.py::test_top_k",
+    "weigh_kernel": "test_nvidia_sample_tokens.py::test_flat_rows_are_read_twice_and_no_more",
     "widen_kernel": "test_nvidia_fp8_linear.py::test_a_weight_is_widened_exactly",
     "write_kernel": "test_nvidia_pointwise.py::test_write_kv",
 }

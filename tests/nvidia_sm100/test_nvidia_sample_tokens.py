@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from deepinfer_nvidia_sm100.ops import band, chain, lists, shortlist
+from deepinfer_nvidia_sm100.ops import band, chain, lists, race, settle, shortlist, weigh
+from deepinfer_nvidia_sm100.ops.states import OPEN
 from gpu_support import ON_GPU, here, operator
 from reference_support import batch
 from reference_support import operator as reference
@@ -65,6 +66,23 @@ def test_tokens_are_those_of_the_stages(kind: str, width: int) -> None:
     assert not wrong, f"seed {SEED}: {wrong}"
 
 
+def states_left(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of each call from now on, what was left to do for its rows after the kernel that settles them."""
+    states: list[list[int]] = []
+    plain = chain.settle_kernel
+
+    class Seen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                plain[grid](*arguments, **options)
+                states.append(arguments[4].flatten().tolist())
+
+            return launch
+
+    monkeypatch.setattr(chain, "settle_kernel", Seen())
+    return states
+
+
 @pytest.mark.parametrize("stages", [(), ("temperature",), ("top_k",), ("top_p",), ("top_k", "top_p")])
 def test_a_stage_that_is_not_active_is_left_out(stages: tuple[str, ...]) -> None:
     source, draw = random.Random(SEED), torch.Generator().manual_seed(SEED)
@@ -108,9 +126,35 @@ def test_lists_that_overflow_change_nothing(lanes: int, monkeypatch: pytest.Monk
     step = batch(rows, 9000)
     expected = by_parts(logits, step, STAGES)
     monkeypatch.setattr(lists, "LANES", tl.constexpr(lanes))
-    for module in (shortlist, band):
+    for module in (shortlist, band, settle):
         monkeypatch.setattr(module, "LANES", tl.constexpr(lanes))
     assert torch.equal(drawn(logits, step), expected)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a compiled kernel has its sizes built in")
+@pytest.mark.parametrize(
+    ("module", "name", "value", "left"),
+    [
+        (weigh, "NEAR", 2.0, True),
+        (race, "DEVIATIONS", -40.0, True),
+        (race, "DEVIATIONS", 40.0, False),
+        (race, "FIELD", 8, True),
+    ],
+    ids=["sums decide nothing", "the sample is trusted too much", "the sample says nothing", "lists overflow"],
+)
+def test_a_race_that_is_not_decided_changes_nothing(
+    module: Any, name: str, value: float, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(8, 9000, generator=draw) * torch.tensor([0.0, 0.3, 1.0, 2.0] * 2)[:, None]
+    logits[4:] = (logits[4:] * 2).round() / 2
+    rows = [{"seed": SEED + n, "temperature": 1.3, "top_p": p} for n, p in enumerate((0.9, 0.5, 0.7, 0.8) * 2)]
+    step = batch(rows, 9000)
+    expected = by_parts(logits, step, STAGES)
+    monkeypatch.setattr(module, name, tl.constexpr(value))
+    states = states_left(monkeypatch)
+    assert torch.equal(drawn(logits, step), expected)
+    assert not left or OPEN.value in states[0], f"seed {SEED}: {states}"
 
 
 def test_padding_is_never_drawn() -> None:
@@ -153,24 +197,13 @@ def test_frequencies(top_k: int, top_p: float) -> None:
 
 @pytest.mark.parametrize("scale", [0.2, 1.0, 2.0])
 def test_flat_rows_are_read_twice_and_no_more(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A band of the row is guessed from a sample, and holds the last token to stay."""
+    """The sums before those that lead the race decide who wins it."""
     width = 129280 if ON_GPU else 20000
     draw = torch.Generator().manual_seed(SEED)
     logits = torch.randn(3, width, generator=draw) * scale
     rows = [{"seed": n, "temperature": t, "top_p": p} for n, (t, p) in enumerate(((1.0, 0.9), (0.8, 0.95), (1.5, 0.6)))]
     step = batch(rows, width)
-    states: list[list[int]] = []
-    plain = chain.whole_row_kernel
-
-    class Seen:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*arguments: Any, **options: Any) -> None:
-                states.append(arguments[1].flatten().tolist())
-                plain[grid](*arguments, **options)
-
-            return launch
-
-    monkeypatch.setattr(chain, "whole_row_kernel", Seen())
+    states = states_left(monkeypatch)
     assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
     assert states == [[0, 0, 0]], f"seed {SEED}: no row was left open"
 

@@ -117,6 +117,29 @@ class SampleTokens(Draw):
         return self.request.vocab_size * 2 // 3
 
 
+class SampleFlatTokens(SampleTokens):
+    """Rows of which top-p keeps thousands of tokens, some of them with few different logits."""
+
+    requests = (
+        {"seed": 5, "temperature": 1.0, "top_p": 0.9},
+        {"seed": 2**63 + 1, "temperature": 0.7, "top_p": 0.6},
+        {"seed": 77, "child": 2, "temperature": 1.6, "top_p": 0.95},
+        {"seed": 9, "temperature": 1.0, "top_p": 0.5},
+    )
+
+    def __init__(self) -> None:
+        super().__init__(vocab=30000)
+        self.variant = "flat"
+
+    def sample(self, rows: int, draw: torch.Generator) -> Tensors:
+        logits = normal(draw, rows, self.request.vocab_size, scale=1.0)
+        logits[1::4] = (logits[1::4] * 2).round()
+        logits[2::4] *= 0.1
+        logits[3::4] += 100.0  # the temperature makes equals of neighbours
+        slots = (torch.arange(rows) + torch.arange(rows) // 4) % len(self.requests)
+        return {"logits": logits, "slots": slots, "positions": torch.randint(0, 4000, (rows,), generator=draw)}
+
+
 def _where_it_stands(target: Target) -> str:
     """A request's token is the same in any slot and any row, whatever stands beside it."""
     s = session(target, Draw())

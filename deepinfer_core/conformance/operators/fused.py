@@ -14,7 +14,7 @@ from deepinfer_core.conformance.case import Case
 from deepinfer_core.conformance.tolerance import FUNCTION, U32, gamma, rounding
 
 from .caches import PAGED
-from .draw import SampleTokens
+from .draw import SampleFlatTokens, SampleTokens
 from .gemm import magnitudes, stored_weight
 from .listing import operation_cases, other_dtypes
 from .operation import Operation, Put, Tensors, normal
@@ -180,6 +180,9 @@ def cases(dtype: str) -> Iterator[Case]:
         gated = partial(GatedLinear, dtype, variant=variant, **changes)
         yield from operation_cases(gated, dtype=dtype, tier="serves", only=("odd_rows", "one_row"), **optional)
     yield from operation_cases(SampleTokens, dtype="float32", tier="serves", without=("extremes",), **optional)
+    yield from operation_cases(
+        SampleFlatTokens, dtype="float32", tier="serves", only=("odd_rows", "one_row"), **optional
+    )
     kinds: tuple[Any, ...] = (AttentionInputs, GatedLinear)
     for other in other_dtypes(dtype):
         for kind in kinds:

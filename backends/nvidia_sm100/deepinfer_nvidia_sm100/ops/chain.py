@@ -1,8 +1,9 @@
 """The stages between the temperature and the token, in one reading of most rows, in two of flat ones.
 
-:mod:`.survey` reads the row; :mod:`.shortlist` settles it where few groups of tokens can hold what stays; else
-:mod:`.band` reads it again, or :mod:`.whole_row` does. Which way a row goes is decided on the device, and a kernel that
-has nothing to do for a row leaves at once.
+:mod:`.survey` reads the row. :mod:`.shortlist` settles it where few groups of tokens can hold what stays. Where top-p
+alone cuts it, :mod:`.race` finds the token that is drawn, and :mod:`.weigh` reads the row again if need be; to be cut
+it is read again by :mod:`.band`. :mod:`.settle` does the rest. Which way a row goes is decided on the device, and a
+kernel that has nothing to do for a row leaves at once.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import triton
 
 from deepinfer_core.api import GREEDY_TEMPERATURE, PURPOSE_DRAW, SamplingBatch
 
-from .band import band_kernel, settle_kernel
+from .band import band_kernel
 from .dependent import dependent
+from .groups import GROUP, PART
 from .lists import LANES, REGIONS
-from .remove import SIZE, remove_kernel
+from .race import SLOTS, race_kernel
+from .remove import remove_kernel
+from .settle import settle_kernel
 from .shortlist import shortlist_kernel
-from .survey import GROUP, PART, survey_kernel
-from .whole_row import whole_row_kernel
+from .survey import survey_kernel
+from .weigh import WIDTH, weigh_kernel
 
-BLOCK = 4096
-"""Tokens of a whole row that are looked at together."""
-WARPS = {"survey": 4, "shortlist": 8, "band": 4, "settle": 16, "whole": 16, "remove": 4}
+LOOK = 2048
+"""Tokens that a race looks at together."""
+WARPS = {"survey": 4, "shortlist": 8, "race": 8, "band": 4, "weigh": 8, "settle": 8, "remove": 8}
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], limit: int) -> torch.Tensor:
@@ -56,16 +60,20 @@ def _run(
     if rows == 0:
         return
     state = batch.state
-    parts = triton.cdiv(vocab_size, PART)
-    group = GROUP if parts * PART <= 2048 * GROUP else 2 * GROUP
-    pieces, per_part = triton.next_power_of_2(parts), PART // group
-    groups = parts * per_part
+    part = PART.value
+    parts = triton.cdiv(vocab_size, part)
+    group = GROUP if parts * part <= 2048 * GROUP else 2 * GROUP
+    pieces, per_part = triton.next_power_of_2(parts), part // group
+    groups, weighings = parts * per_part, triton.cdiv(vocab_size, WIDTH.value)
 
     def empty(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((rows, size), dtype=dtype, device=logits.device)
 
-    maxima, peaks, sums, band, row_peak = map(empty, (groups, parts, max(parts, REGIONS), 2, 1))
-    chosen, found, status = (empty(size, dtype=torch.int32) for size in (pieces * per_part, REGIONS, 1))
+    maxima, bounds, peaks, sums, band, row_peak = map(empty, (groups, groups, parts, max(parts, REGIONS), 2, 1))
+    weighed, edges = map(empty, (weighings * SLOTS, 2 * SLOTS))
+    chosen, found, racers, status = (
+        empty(size, dtype=torch.int32) for size in (pieces * per_part, REGIONS, SLOTS + 2, 1)
+    )
     listed, last = (empty(size, dtype=torch.int64) for size in (REGIONS * LANES, 1))
     row_total = empty(1, dtype=torch.float64)
     uses = (int("temperature" in stages), int("top_k" in stages), int("top_p" in stages))
@@ -78,27 +86,37 @@ def _run(
         "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": out is not None, **dependent(logits)
     }  # fmt: skip
     survey_kernel[(rows, parts)](
-        logits, maxima, peaks, sums, *of_row, width, PART=PART, GROUP=group, num_warps=WARPS["survey"], **fixed
+        logits, maxima, bounds, peaks, sums, *of_row, GROUP=group, num_warps=WARPS["survey"], **fixed
     )  # fmt: skip
     shortlist_kernel[(rows,)](
-        logits, maxima, peaks, sums, chosen, listed, found, status, band, row_peak, row_total, *results, *of_row,
-        parts, GROUP=group, PARTS=pieces, PER_PART=per_part, num_warps=WARPS["shortlist"], **fixed,
+        logits, maxima, bounds, peaks, sums, chosen, listed, found, status, band, row_peak, row_total,
+        *results, *of_row, parts, GROUP=group, PARTS=pieces, PER_PART=per_part, num_warps=WARPS["shortlist"], **fixed,
     )  # fmt: skip
     if "top_p" in stages:
-        band_kernel[(rows, REGIONS)](
-            logits, maxima, sums, listed, found, status, band, row_peak, *of_row, width, groups,
-            GROUP=group, num_warps=WARPS["band"], **fixed,
-        )  # fmt: skip
+        if out is None:
+            band_kernel[(rows, REGIONS)](
+                logits, sums, listed, found, status, band, row_peak, *of_row, width, GREEDY=GREEDY_TEMPERATURE,
+                num_warps=WARPS["band"], **dependent(logits),
+            )  # fmt: skip
+        else:
+            # As many registers as let two rows share a multiprocessor.
+            race_kernel[(rows,)](
+                logits, maxima, bounds, peaks, sums, chosen, listed, status, edges, racers, row_peak, row_total,
+                *results, *of_row, parts, GREEDY=GREEDY_TEMPERATURE, PURPOSE=PURPOSE_DRAW, GROUP=group, PARTS=pieces,
+                PER_PART=per_part, LOOK=LOOK // group, num_warps=WARPS["race"], maxnreg=128,
+                **dependent(logits),
+            )  # fmt: skip
+            weigh_kernel[(rows, weighings)](
+                logits, edges, racers, weighed, status, row_peak, *of_row, width, GREEDY=GREEDY_TEMPERATURE,
+                num_warps=WARPS["weigh"], **dependent(logits),
+            )  # fmt: skip
     if "top_p" in stages or "top_k" in stages:
         settle_kernel[(rows,)](
-            logits, maxima, sums, listed, found, status, band, row_peak, row_total, *results, *of_row, groups,
-            GROUP=group, GROUPS=pieces * per_part, num_warps=WARPS["settle"], **fixed,
-        )  # fmt: skip
-        whole_row_kernel[(rows,)](
-            logits, status, row_peak, *results, *of_row, BLOCK=BLOCK, num_warps=WARPS["whole"], **fixed
+            logits, sums, listed, found, status, band, racers, weighed, row_peak, row_total, *results, *of_row,
+            weighings, PIECES=triton.next_power_of_2(weighings), num_warps=WARPS["settle"], **fixed,
         )  # fmt: skip
     if out is None:
-        remove_kernel[(rows, triton.cdiv(vocab_size, SIZE))](
-            logits, maxima, last, vocab_size, logits.stride(0), groups, SIZE=SIZE, GROUP=group,
+        remove_kernel[(rows, parts)](
+            logits, maxima, last, vocab_size, logits.stride(0), groups, GROUP=group,
             num_warps=WARPS["remove"], **dependent(logits),
         )  # fmt: skip

@@ -28,6 +28,12 @@ def place_of(number):
 
 
 @triton.jit
+def put(listed, place, logit, token, real, most):
+    """Writes entries down, those before ``most`` places."""
+    tl.store(listed + place, entry_of(logit, token), mask=(real > 0) & (place < most))
+
+
+@triton.jit
 def entries(listed, found, start, WIDTH: tl.constexpr):
     """WIDTH entries of each region, from ``start`` on; -1 where there is none."""
     flat = tl.arange(0, REGIONS * WIDTH)

@@ -22,19 +22,6 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words(first, seed_lo, seed_hi, child, stream, COUNT: tl.constexpr):
-    """The words w (uint32) of COUNT tokens from ``first`` on, a multiple of 4."""
-    quad = (tl.arange(0, COUNT // 4) + first // 4).to(tl.uint32)
-    zero = quad * 0
-    low = (stream & 0xFFFFFFFF).to(tl.uint32) + zero
-    high = (stream >> 32).to(tl.uint32) + zero
-    w0, w1, w2, w3 = philox(
-        quad, child.to(tl.uint32) + zero, low, high, seed_lo.to(tl.uint32) + zero, seed_hi.to(tl.uint32) + zero
-    )
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-
-
-@triton.jit
 def uniform_of(word):
     """``(w + 0.5) * 2^-32`` rounded once to float32, capped below 1."""
     value = (word.to(tl.uint64) * 2 + 1).to(tl.float32) * (2.0**-33)

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from .keys import key_of, value_of
-from .noise import noise_of, philox, uniform_of
+from .noise import philox
 
+BOUND_SHIFT = tl.constexpr(159.0 * 0.6931471805599453)
+"""Left out of bounds that the survey writes."""
 ID_MASK = tl.constexpr(0x7FFFFFFF)
 UNIT = tl.constexpr(2.0**32)
 COUNTED, MASS = tl.constexpr(1 << 48), tl.constexpr((1 << 48) - 1)
@@ -36,6 +38,21 @@ def limits_of(
 
 
 @triton.jit
+def raced(k, p):
+    """Whether a draw from this row is a race, see :mod:`.race`. Below the limit hardly any token scored would stay."""
+    return (k == 0) & (p < 1.0) & (p >= 0.1)
+
+
+@triton.jit
+def total_of(row_sums, part, each, peak, heat):
+    """The sum of a row's exponentials from its peak on, times UNIT, float64. ``each``: the parts' largest logits."""
+    there = each > float("-inf")
+    sum_of = tl.load(row_sums + part, mask=there, other=0.0)
+    shrink = tl.exp((each - peak) * (1.0 / heat))
+    return tl.sum((sum_of * tl.where(there, shrink, 0.0)).to(tl.float64), axis=0) * UNIT
+
+
+@triton.jit
 def tempered(value, peak, heat):
     """As the stage ``temperature`` leaves a logit of a row with this largest one."""
     return tl.where(heat == 1.0, value, tl.div_rn(value - peak, heat))
@@ -54,6 +71,12 @@ def token_of(rank):
 @triton.jit
 def logit_of(rank):
     return value_of((rank >> 31).to(tl.uint32))
+
+
+@triton.jit
+def slack_of(peak, heat):
+    """What a bound's score may fall short by, rounded: scores of logits near the peak are within 32 of it."""
+    return 1e-4 + (tl.abs(peak / heat) + 128.0) * (2.0**-20)
 
 
 @triton.jit
@@ -120,40 +143,3 @@ def word_of(token, slot, position, seed_lo, seed_hi, child, PURPOSE: tl.constexp
     )
     place = token % 4
     return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
-
-
-@triton.jit
-def best_of_groups(
-    row_logits, row_bounds, groups, least, best, winner, peak, heat, sampled, slot, position, seed_lo, seed_hi, child,
-    vocab_size,
-    PURPOSE: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """The best exact score, and its token, of what is at or above ``least``, beside a best that is known.
-
-    ``row_bounds [groups]``: what no score of a group exceeds, without the row's largest logit taken off.
-    """
-    number = tl.arange(0, ALL)
-    bound = tl.load(row_bounds + number, mask=number < groups, other=float("-inf"))
-    shift = tl.where(heat == 1.0, 0.0, peak / heat)
-    slack = 1e-4 + (tl.abs(peak / heat) + tl.abs(tl.max(bound, axis=0))) * (2.0**-20)
-    ahead = tl.max(bound, axis=0)
-    again = ahead > float("-inf")
-    while again:
-        group = tl.min(tl.where(bound == ahead, number, ALL), axis=0)
-        token = group * GROUP + tl.arange(0, GROUP)
-        value = tl.load(row_logits + token, mask=token < vocab_size, other=float("-inf"))
-        kept = (value >= least) & (value > float("-inf"))
-        score = tempered(value, peak, heat)
-        if sampled:
-            score = score - noise_of(uniform_of(word_of(token, slot, position, seed_lo, seed_hi, child, PURPOSE)))
-        score = tl.where(kept, score, float("-inf"))
-        here = tl.max(score, axis=0)
-        first = tl.min(tl.where(kept & (score == here), token, 2147483647), axis=0)
-        if (here > best) | ((here == best) & (first < winner)):
-            best = here
-            winner = first
-        bound = tl.where(number == group, float("-inf"), bound)
-        ahead = tl.max(bound, axis=0)
-        # Greedy rows have exact bounds: the first group with the largest has the token.
-        again = sampled & (ahead > float("-inf")) & (ahead - shift >= best - slack)
-    return best, winner

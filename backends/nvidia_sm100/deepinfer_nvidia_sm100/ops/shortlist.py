@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
+from .groups import best_of_groups, token_at
 from .keys import key_of, value_of
 from .lists import LANES, REGIONS, draw_listed, entries, entry_of, least_of, place_of, settle_few
-from .ranks import UNIT, best_of_groups, limits_of
+from .ranks import UNIT, limits_of, raced, total_of
+from .states import BAND, DONE, LISTED, OPEN
 
-DONE, LISTED, BAND, OPEN = (tl.constexpr(n) for n in range(4))
-"""What is left to do for a row: nothing; its list; a band of its logits; all of it."""
 MARGIN = tl.constexpr(1.00001)
 """Of the limit that maxima must reach: more than the row's float32 sums may be off by."""
 FEW, STEP, SOME = tl.constexpr(256), tl.constexpr(16), tl.constexpr(128)
@@ -67,7 +67,7 @@ def band_of(row_logits, peak, heat, p, total, vocab_size):
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def shortlist_kernel(
-    logits, maxima, peaks, sums, groups, listed, found, state, band, row_peak, row_total, last, out,
+    logits, maxima, bounds, peaks, sums, groups, listed, found, state, band, row_peak, row_total, last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
     parts,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr,
@@ -82,13 +82,14 @@ def shortlist_kernel(
         row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, DRAW
     )
     cut = (k > 0) | (p < 1.0)
+    elsewhere = raced(k, p) if DRAW else cut < 0
     status = tl.full((), DONE, tl.int32)
     least = tl.full((), -1, tl.int64)
     winner = tl.full((), -1, tl.int32)
-    if DRAW | cut:
+    if (DRAW | cut) & (elsewhere == 0):
         part = tl.arange(0, PARTS)
         each = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
-        peak = tl.max(each, axis=0)
+        peak = tl.max(tl.where(each != each, float("inf"), each), axis=0)
         if (peak > float("-inf")) & (peak < float("inf")):
             position = tl.load(positions + row)
             row_logits = logits + row.to(tl.int64) * row_stride
@@ -99,10 +100,7 @@ def shortlist_kernel(
             if cut:
                 total = tl.full((), 1.0, tl.float64)
                 if k == 0:
-                    there = each > float("-inf")
-                    sum_of = tl.load(sums + row * parts + part, mask=there, other=0.0)
-                    shrink = tl.exp((each - peak) * (1.0 / heat))
-                    total = tl.sum((sum_of * tl.where(there, shrink, 0.0)).to(tl.float64), axis=0) * UNIT
+                    total = total_of(sums + row * parts, part, each, peak, heat)
                 tl.store(row_peak + row, peak)
                 tl.store(row_total + row, total)
                 number = tl.arange(0, PARTS * PER_PART)
@@ -128,7 +126,7 @@ def shortlist_kernel(
                     wanted = tl.minimum(p * MARGIN, 1.0) * (total / UNIT).to(tl.float32)
                     enough = tl.sum(share, axis=0) >= wanted
                     more = tl.full((), 0, tl.int32)
-                    while enough & (chosen > LOOK) & (chosen - more > 1) & (high - low > 1):
+                    while enough & (chosen > LOOK) & (chosen - more > 1) & (high - low > 1) & (more <= FLAT):
                         middle = low + (high - low) // 2
                         count = tl.sum((key >= middle).to(tl.int32), axis=0)
                         if tl.sum(tl.where(key >= middle, share, 0.0), axis=0) >= wanted:
@@ -137,17 +135,21 @@ def shortlist_kernel(
                         else:
                             high = middle
                             more = count
-                    flat = chosen > tl.where(enough, FLAT, ALL)
+                    flat = (chosen > tl.where(enough, FLAT, ALL)) | (more > FLAT)
                 # Dividing may make equals of logits that differ in the last bits: then ids decide.
                 limit = value_of(low)
                 limit -= tl.where(heat == 1.0, 0.0, (peak - limit) * (2.0**-21))
                 limit = tl.where(enough, limit, float("-inf"))
                 if flat:
-                    least_logit, above = band_of(row_logits, peak, heat, p, (total / UNIT).to(tl.float32), vocab_size)
-                    tl.store(band + row * 2, least_logit)
-                    tl.store(band + row * 2 + 1, above)
-                    tl.store(row_found + tl.arange(0, REGIONS), tl.zeros((REGIONS,), tl.int32))
-                    status = tl.full((), BAND, tl.int32)
+                    if DRAW:
+                        status = tl.full((), OPEN, tl.int32)
+                    else:
+                        least_logit, above = band_of(
+                            row_logits, peak, heat, p, (total / UNIT).to(tl.float32), vocab_size
+                        )
+                        tl.store(band + row * 2, least_logit)
+                        tl.store(band + row * 2 + 1, above)
+                        status = tl.full((), BAND, tl.int32)
                 else:
                     mine = finite & (best >= limit)
                     chosen = tl.sum(mine.to(tl.int32), axis=0)
@@ -158,7 +160,7 @@ def shortlist_kernel(
                         flat_place = tl.arange(0, LOOK * GROUP)
                         entry = start + flat_place // GROUP
                         group = tl.load(row_groups + entry, mask=entry < chosen, other=0)
-                        token = group * GROUP + flat_place % GROUP
+                        token = token_at(group, flat_place % GROUP, GROUP)
                         inside = (entry < chosen) & (token < vocab_size)
                         logit = tl.load(row_logits + token, mask=inside, other=float("-inf"))
                         here = (logit > float("-inf")) & (logit >= limit)
@@ -192,12 +194,13 @@ def shortlist_kernel(
                     else:
                         status = tl.full((), OPEN, tl.int32)
             else:
+                row_bounds = bounds + row.to(tl.int64) * parts * PER_PART
                 _, winner = best_of_groups(
-                    row_logits, row_maxima, parts * PER_PART, float("-inf"), tl.full((), float("-inf"), tl.float32),
-                    tl.full((), 2147483647, tl.int32), peak, heat, sampled, slot, position, seed_lo, seed_hi, child,
-                    vocab_size, PURPOSE, GROUP, PARTS * PER_PART,
+                    row_logits, tl.where(sampled, row_bounds, row_maxima), parts * PER_PART, peak, heat, sampled, slot,
+                    position, seed_lo, seed_hi, child, vocab_size, PURPOSE, GROUP, PARTS * PER_PART,
                 )  # fmt: skip
-    tl.store(state + row, status)
-    tl.store(last + row, least)
-    if DRAW:
-        tl.store(out + row, winner.to(tl.int64))
+    if elsewhere == 0:
+        tl.store(state + row, status)
+        tl.store(last + row, least)
+        if DRAW:
+            tl.store(out + row, winner.to(tl.int64))

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from deepinfer_core.api import GREEDY_TEMPERATURE, BuildContext, SamplingBatch, SamplingRequest
 
+from .dependent import dependent, take_turn
+
 PART = 4096
 
 
@@ -34,8 +36,10 @@ def peak_kernel(
     GREEDY: tl.constexpr,
     MIN_P: tl.constexpr,
     PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (N, parts): the largest logit of each part."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0)
     if changes(tl.load(parameter + tl.load(slots + row)), GREEDY, MIN_P):
         token = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -55,8 +59,10 @@ def apply_kernel(
     MIN_P: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (N, parts), in place."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0)
     value = tl.load(parameter + tl.load(slots + row))
     if changes(value, GREEDY, MIN_P):
@@ -90,7 +96,7 @@ class _Stage:
         parts = triton.cdiv(vocab_size, PART)
         peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         arguments = (logits, peaks, batch.slots, parameter, vocab_size, logits.stride(0))
-        fixed = {"GREEDY": GREEDY_TEMPERATURE, "MIN_P": self.MIN_P, "PART": PART}
+        fixed = {"GREEDY": GREEDY_TEMPERATURE, "MIN_P": self.MIN_P, "PART": PART, **dependent(logits)}
         peak_kernel[(rows, parts)](*arguments, **fixed)
         apply_kernel[(rows, parts)](*arguments, **fixed, PARTS=triton.next_power_of_2(parts))
         return logits

@@ -1,0 +1,74 @@
+"""The second reading of rows whose draw is a race between few tokens: what is before each of them. See :mod:`.race`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dependent import take_turn
+from .race import SLOTS
+from .ranks import UNIT, limits_of
+from .states import RACED
+from .survey import LN2
+
+WIDTH = tl.constexpr(8192)
+"""Tokens of a program."""
+NEAR = tl.constexpr(2.0**-18)
+"""Of the total: sums that are nearer to the limit decide nothing. They are off by a tenth of this."""
+
+
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
+def weigh_kernel(
+    logits, edges, racers, weighed, state, row_peak,
+    slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
+    width,
+    GREEDY: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid (N, pieces): ``weighed [N, pieces, SLOTS]``, sums of exponentials of what is before each racer."""
+    take_turn(DEPENDENT)
+    row = tl.program_id(0)
+    piece = tl.num_programs(1) - 1 - tl.program_id(1)  # what was read last is still in the cache
+    if tl.load(state + row) == RACED:
+        token = piece * WIDTH + tl.arange(0, WIDTH)
+        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
+        tl.debug_barrier()  # or the compiler lets the row's parameters come first, one after the other
+        _, heat, _, _, _ = limits_of(
+            row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, True
+        )
+        peak = tl.load(row_peak + row)
+        if piece * WIDTH + WIDTH > vocab_size:
+            value = tl.where(token < vocab_size, value, float("-inf"))
+        scale = 1.0 / (heat * LN2)
+        for racer in range(tl.load(racers + row * (SLOTS + 2) + SLOTS)):
+            same = tl.load(edges + row * 2 * SLOTS + racer)
+            above = tl.load(edges + row * 2 * SLOTS + SLOTS + racer)
+            its_token = tl.load(racers + row * (SLOTS + 2) + racer)
+            if (its_token >= piece * WIDTH) & (its_token < piece * WIDTH + WIDTH):
+                limits = tl.where(token < its_token, same, above)
+                mass = tl.sum(tl.where(value >= limits, tl.exp2((value - peak) * scale), 0.0), axis=0)
+            else:
+                limit = tl.where(its_token < piece * WIDTH, above, same)
+                mass = tl.sum(tl.where(value >= limit, tl.exp2((value - peak) * scale), 0.0), axis=0)
+            tl.store(weighed + (row * tl.num_programs(1) + piece) * SLOTS + racer, mass)
+
+
+@triton.jit
+def end_race(weighed, racers, total, p, row, pieces, PIECES: tl.constexpr):
+    """The winner of a row, -1 where the sums do not tell."""
+    place = tl.arange(0, SLOTS)
+    piece = tl.arange(0, PIECES)
+    count = tl.load(racers + row * (SLOTS + 2) + SLOTS)
+    barred = tl.load(racers + row * (SLOTS + 2) + SLOTS + 1)
+    mass = tl.load(
+        weighed + (row * pieces + piece[:, None]) * SLOTS + place[None, :],
+        mask=(piece < pieces)[:, None] & (place < count)[None, :],
+        other=0.0,
+    )
+    share = tl.sum(mass.to(tl.float64), axis=0) * UNIT / total
+    goes = (share >= p + NEAR) & (share > 0.0)
+    stays = (share <= p - NEAR) | (share == 0.0)
+    racing = place < count - barred
+    first = tl.min(tl.where(racing & (goes == 0), place, SLOTS), axis=0)
+    right = tl.max(tl.where((place == first) & stays, 1, 0), axis=0)
+    wrong = tl.max(tl.where((place < count) & (racing == 0) & (goes == 0), 1, 0), axis=0)
+    return tl.load(racers + row * (SLOTS + 2) + first, mask=(right > 0) & (wrong == 0), other=-1)
