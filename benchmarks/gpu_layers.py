@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from common import finish, print_table
 from gpu_common import Results, build, compile_all, require_gpu
 from gpu_model import QWEN3_4B, kv_bytes, weight_bytes
-from gpu_ops import BLOCK, DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, attention_request, layout
 
 from deepinfer_core.api import (
     AttentionInputsRequest,
@@ -27,12 +27,26 @@ from deepinfer_core.api import (
     BetweenWeights,
     GatedLinearRequest,
     LinearRequest,
+    PagedAttentionRequest,
     RmsNormRequest,
+    StepLayout,
 )
 
 ROWS = (1, 8, 32, 64, 256)
 CONTEXT = 544
-LAYERS = 36
+BLOCK = 16
+LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, DIM = (
+    QWEN3_4B[name]
+    for name in (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+)
 EPS = 1e-6
 MERGED = (HEADS + 2 * KV_HEADS) * DIM
 SHARED_BYTES = 220_000
@@ -47,6 +61,24 @@ SHAPES: dict[BetweenPart, tuple[int, int]] = {
 
 def random(*shape: int, scale: float = 0.02) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def layout(rows: int) -> StepLayout:
+    """A step of one row each of so many requests, whose blocks lie one behind the other, from block 1 on."""
+    blocks = CONTEXT // BLOCK
+    table = 1 + torch.arange(rows * blocks, dtype=torch.int32, device="cuda").view(rows, blocks)
+    return StepLayout(
+        block_size=BLOCK,
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
+        seq_lens=torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda"),
+        positions=torch.full((rows,), CONTEXT - 1, dtype=torch.int64, device="cuda"),
+        block_table=table,
+        slot_mapping=table[:, -1].to(torch.int64) * BLOCK + (CONTEXT - 1) % BLOCK,
+        host_query_lens=np.ones(rows, np.int32),
+        host_seq_lens=np.full(rows, CONTEXT, np.int32),
+        max_query_len=1,
+        max_seq_len=CONTEXT,
+    )
 
 
 class Parts:
@@ -107,7 +139,11 @@ class Layers:
                 cache_group="full", q_heads=HEADS, kv_heads=KV_HEADS, norm_eps=EPS, **rope, **shape, **COMMON
             )
         )
-        self._attention = build(attention_request())
+        self._attention = build(
+            PagedAttentionRequest(
+                cache_group="full", q_heads=HEADS, kv_heads=KV_HEADS, scale=DIM**-0.5, **shape, **COMMON
+            )
+        )
         self._head_norm = random(DIM, scale=1.0)
         norms = [1 + random(HIDDEN, scale=0.2) for _ in range(2 * LAYERS + 1)]
         packed = [{part: self.parts.prepare(part, [random(*SHAPES[part])]) for part in SHAPES} for _ in range(LAYERS)]
@@ -126,9 +162,7 @@ class Layers:
 
     def step(self, rows: int) -> Callable[[Any], torch.Tensor]:
         """A step of this many requests, which takes what stands between two attentions."""
-        where = layout([1] * rows, [CONTEXT] * rows)
-        blocks = CONTEXT // BLOCK
-        where.slot_mapping.copy_((torch.arange(rows, device="cuda") * blocks + 1) * BLOCK)
+        where, blocks = layout(rows), CONTEXT // BLOCK
         caches = [
             {name: random(rows * blocks + 1, BLOCK, KV_HEADS, DIM, scale=1.0) for name in ("key", "value")}
             for _ in range(LAYERS)
