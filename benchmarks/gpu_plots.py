@@ -30,8 +30,9 @@ def runs() -> dict[str, Mapping[str, Any]]:
 
 
 def entries(name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["entries"]
-    return found
+    """Results of a run, with or without a line about it beside them."""
+    found: Mapping[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found.get("entries", found)
 
 
 def latest(key: str) -> Mapping[str, Any]:
@@ -89,7 +90,7 @@ def linear(axes: Any) -> None:
     """Microseconds over the time of reading the weight, by number of rows."""
     found = entries("linear.json")
     for (name, label), color in zip(WEIGHTS.items(), (INK, SECOND, "#5b8c3e", "#8a5aa8"), strict=True):
-        rows = sorted(e["rows"] for key, e in found.items() if key.startswith(f"linear {name} "))
+        rows = sorted(e["rows"] for key, e in found.items() if key.startswith(f"linear {name} ") and e["rows"] <= 64)
         out, inner = (int(size) for size in label.split(" × "))
         floor = 2 * out * inner / 4.28e6
         for field, style in (("us", "-"), ("cublas_us", ":")):
