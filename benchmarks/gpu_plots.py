@@ -31,8 +31,9 @@ def runs() -> dict[str, Mapping[str, Any]]:
 
 def entries(name: str) -> Mapping[str, Any]:
     """Results of a run, with or without a line about it beside them."""
-    found: Mapping[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return found.get("entries", found)
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    inner: Mapping[str, Any] = found.get("entries", found)
+    return inner
 
 
 def latest(key: str) -> Mapping[str, Any]:
