@@ -85,8 +85,8 @@ def fp8_shapes_of(plan: Any) -> Fp8Shapes:
 def tune(plan: IO[str], out: Path) -> None:
     """Measure which kernel multiplies fastest on this GPU: few rows by 16-bit weights, any number of rows by FP8 ones.
 
-    PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about half a minute,
-    and one for each shape of a plan with features.batch_invariant.
+    PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about ten seconds a
+    shape, and a minute for one of a plan with features.batch_invariant.
     Use the result with --set plugins.nvidia_sm100.table=FILE.
     """
     try:
