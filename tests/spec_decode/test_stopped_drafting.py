@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,33 @@ def test_a_stopped_drafter_does_nothing_but_probes(
     assert len(injected) == len(forward)
     assert max(injected[first:]) <= PROBED * (WINDOW + 2 * 16 + BLOCK)
     assert sum(injected) < 0.5 * (steps * 12 + 12 * 25)
+
+
+def test_steps_without_drafts_keep_few_objects(dspark_v4: V4, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fewer than make the garbage collector begin: in an engine that keeps none it never has to, and what it goes
+    through in the end are all objects of the process."""
+    monkeypatch.setattr(ConfidenceSchedule, "drafts", lambda self, requests, fresh: 0)
+    groups: dict[str, Any] = {
+        "scheduling": {"max_running": 8},
+        "speculation": {"schedule": "confidence"},
+        "plugins": {"spec_decode": {"cost_cache": str(tmp_path)}},
+    }
+    with open_llm(dspark_v4.path, "dspark", **groups) as llm:
+        drafting: Any = llm.engine.core.runner.drafting
+        after, kept = drafting.after, []
+
+        def counted_after(ran: Any) -> Any:
+            kept.append(gc.get_count()[0])
+            return after(ran)
+
+        drafting.after = counted_after
+        gc.collect()
+        gc.disable()
+        try:
+            prompts = [{"prompt_token_ids": random_tokens(n, 5 + n)} for n in range(8)]
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=80))
+        finally:
+            gc.enable()
+    steps = kept[10:]
+    assert len(steps) > 60
+    assert max(max(steps[i : i + 33]) - steps[i] for i in range(len(steps) - 33)) < gc.get_threshold()[0]
