@@ -87,6 +87,20 @@ def test_with_little_time_the_sizes_lie_all_over_the_range(seconds: float) -> No
             assert at(costs, rows)[0] == pytest.approx(true(rows), rel=0.1)
 
 
+@pytest.mark.parametrize(("compiling", "largest"), [(0.9, 64), (30.0, 4)])
+def test_compiling_at_first_takes_nothing_from_the_time(compiling: float, largest: int) -> None:
+    """On an H200 it left room for steps of 1 and 4 rows. If it takes too long altogether, that is all there is."""
+    now, seen = [0.0], set[int]()
+
+    def measure(rows: int) -> float:
+        now[0] += (0.05 + 0.001 * rows) + compiling * (rows not in seen)
+        seen.add(rows)
+        return 0.05 + 0.001 * rows
+
+    table = measure_table(measure, [1, 2, 4, 8, 16, 32, 64], 4.0, lambda: now[0])
+    assert table[-1][0] == largest
+
+
 def test_sizes_beyond_the_memory_are_left_out() -> None:
     def measure(rows: int) -> float:
         if rows > 20:

@@ -18,6 +18,8 @@ Array = np.ndarray[Any, Any]
 TIMED = 5
 """Runs of each size at most, after two to warm up, which may take this share of the time:"""
 WARM_SHARE = 2 / 3
+LONGEST = 4
+"""Times the time allowed, first runs included."""
 FAR = 4
 """Times the rows of one of the first sizes to the next."""
 
@@ -51,20 +53,24 @@ def measure_table(
     one; of each the fastest counts. Where the time allowed is too short for all sizes, those measured lie all over
     the range, or as far up as it goes, since nothing can be said of what lies beyond them: first some far apart,
     upwards, then always one in the widest gap. Two sizes and one turn are measured at least. What does not fit the
-    memory is left out.
+    memory is left out. The first run of a size, which may compile kernels for seconds, does not count among the time,
+    as long as all of it takes no more than four times as long.
     """
-    started, warm = clock(), dict[int, float]()
+    started, spent, warm = clock(), 0.0, dict[int, float]()
     left = sorted(rows)
     while left:
         count = _next_size(left, sorted(warm))
-        if len(warm) >= 2 and clock() - started + 2 * _expected(count, warm) > WARM_SHARE * seconds:
+        late = clock() - started > LONGEST * seconds
+        if len(warm) >= 2 and (late or spent + 2 * _expected(count, warm) > WARM_SHARE * seconds):
             if count < max(warm):
                 break
             left = [size for size in left if size < count]
             continue
         try:
             measure(count)
+            began = clock()
             warm[count] = measure(count)
+            spent += 2 * (clock() - began)
             left.remove(count)
         except MemoryError:
             left = [size for size in left if size < count]
@@ -73,7 +79,9 @@ def measure_table(
     while len(turns) < TIMED:
         began = clock()
         turns.append([measure(count) for count in sizes])
-        if 2 * clock() - began - started > seconds:
+        turn = clock() - began
+        spent += turn
+        if spent + turn > seconds:
             break
     return [(count, min(times)) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)]
 
