@@ -103,8 +103,20 @@ def test_cached_prompts_leave_shared_blocks_alone(checkpoint: Path) -> None:
     """A full prefix hit is one row that must not write its block: that step is not a recorded one."""
     prompts = [[5] * 16] * 4
     with LLM(checkpoint, accelerator="recording", dtype="float32", config=CONFIG) as llm:
+        graphs, redirected = llm.engine.core.runner.graphs, []
+        assert graphs is not None
+        takes = graphs.takes
+
+        def asked(inputs: Any) -> bool:
+            if inputs.redirect_below is not None:
+                redirected.append(takes(inputs))
+            return takes(inputs)
+
+        graphs.takes = asked  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=6)
         found = [llm.generate(prompts, params)[0].outputs[0].token_ids for _ in range(3)]
+        assert redirected
+        assert not any(redirected)
     with LLM(checkpoint, accelerator="cpu", dtype="float32", config=CONFIG) as llm:
         assert found == [llm.generate(prompts[0], params)[0].outputs[0].token_ids] * 3
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deepinfer_spec_decode.budget import allocate, early_stop_budget, global_budget, throughput
+from deepinfer_spec_decode.budget import allocate, early_stop_budget, global_budget, throughput, usable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +72,11 @@ def test_of_equal_budgets_the_smallest_is_taken() -> None:
     for rows in (1, 2):
         found = global_budget(np.ones((rows, 4)), np.full(rows, 4), rows, lambda m: np.asarray(m, np.float64))
         assert found == early_stop_budget(np.ones((rows, 4)), np.full(rows, 4), rows, lambda m: 2.0 * m) == 0
+
+
+def test_survival_that_rises_is_held_down_and_caps_are_kept() -> None:
+    assert usable(np.array([[0.2, 0.9, 0.1]]), np.array([3])).tolist() == [[0.2, 0.2, 0.1]]
+    assert allocate(np.ones((2, 4)), np.array([1, 3]), 100).tolist() == [1, 3]
 
 
 def test_zero_and_nan_rows_do_no_harm() -> None:

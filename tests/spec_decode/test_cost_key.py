@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
+from deepinfer_spec_decode.cost_cache import file_name
+from deepinfer_spec_decode.cost_table import StepCosts
+from deepinfer_spec_decode.schedule import ConfidenceSchedule
+from deepinfer_spec_decode.settings import Settings
 from speculating import drafting
 from toys.checkpoints import open_toy, write_toy
 from toys.models import Toy
@@ -49,6 +54,23 @@ def test_everything_that_changes_costs_is_in_the_key(planned: tuple[Any, Path], 
     ]
     assert len({tuple(sorted(each.items())) for each in [first, *found]}) == 1 + len(found)
     assert plan.device["evidence"] in first["device"]
+
+
+def test_a_file_is_named_after_all_of_its_key() -> None:
+    key, rows = {"model": "a", "device": "b"}, [1, 2]
+    name = file_name(key, rows)
+    assert file_name({"device": "b", "model": "a"}, rows) == name
+    others = [({"model": "a", "device": "c"}, rows), ({"model": "a", "core": "b"}, rows), (key, [1, 3])]
+    assert len({name, *(file_name(*other) for other in others)}) == 4
+
+
+def test_what_is_delayed_is_searched_as_a_whole() -> None:
+    """Two drafts do not pay, three do: seen only by a search that does not stop at the first."""
+    schedule = ConfidenceSchedule(Settings(cost_cache="off"))
+    schedule.costs = StepCosts([(1, 1.0), (2, 2.0), (4, 2.0)])
+    survival, caps = np.array([[0.9, 0.9, 0.9]]), np.array([3])
+    assert schedule.budget(survival, caps, 1, delayed=True) == 3
+    assert schedule.budget(survival, caps, 1, delayed=False) == 0
 
 
 @pytest.mark.parametrize("most", [0, 3])
