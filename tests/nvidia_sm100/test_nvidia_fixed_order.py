@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from deepinfer_nvidia_sm100 import fixed_tuning, tables
+from deepinfer_nvidia_sm100 import fixed_tuning, table_file, tables
 from deepinfer_nvidia_sm100.command import shapes_of
 from deepinfer_nvidia_sm100.ops import few_rows, fixed_linear
 from deepinfer_nvidia_sm100.ops.few_rows import UNIT, Tile, part_length
@@ -92,6 +92,7 @@ def test_a_table_that_cuts_a_sum_in_two_ways_is_refused(tmp_path: Path) -> None:
     def build(*entries: list[object]) -> FixedOrderLinear:
         own.write_text(json.dumps({"linear": {}, "fixed_linear": {"64x1024": entries}}))
         tables.measured.cache_clear()
+        table_file.read.cache_clear()
         return FixedOrderLinear(wanted, context(settings=Settings(table=str(own))))
 
     assert build([16, [64, 16, 128, 2, 4, 4]], [256, [64, 64, 64, 2, 4, 4]]).splits == 2
