@@ -50,8 +50,12 @@ class PlannedModule:
 
     @property
     def cache_groups(self) -> tuple[CacheGroupSpec, ...]:
-        """Its groups under the engine's names."""
-        return tuple(attrs.evolve(g, name=PREFIX + g.name) for g in self.spec.cache_groups)
+        """Its groups under the engine's names. Windows are one token wider: the next step is planned, and slides them,
+        before the module has run behind this one."""
+        return tuple(
+            attrs.evolve(g, name=PREFIX + g.name, window=None if g.window is None else g.window + 1)
+            for g in self.spec.cache_groups
+        )
 
 
 @attrs.frozen(kw_only=True)

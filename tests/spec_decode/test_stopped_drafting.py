@@ -48,8 +48,16 @@ def now_and_then(monkeypatch: pytest.MonkeyPatch, rng: random.Random, limit: int
         monkeypatch.setattr(module, "WaitingRows", lambda: WaitingRows(limit, least=8))
 
 
-def check(v4: V4, method: str, monkeypatch: pytest.MonkeyPatch, ahead: bool, prefixes: bool, limit: int) -> None:
-    seed = random.randrange(10**6)
+def check(
+    v4: V4,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+    prefixes: bool,
+    limit: int,
+    seed: int | None = None,
+) -> None:
+    seed = random.randrange(10**6) if seed is None else seed
     print(f"seed {seed}")
     rng = random.Random(seed)
     now_and_then(monkeypatch, rng, limit)
@@ -95,6 +103,13 @@ def test_next_tokens_after_pauses_are_those_of_the_module(
     mtp_v4: V4, monkeypatch: pytest.MonkeyPatch, ahead: bool, prefixes: bool
 ) -> None:
     check(mtp_v4, "mtp", monkeypatch, ahead, prefixes, 10**9)
+
+
+def test_the_last_row_sees_its_whole_window_when_the_next_step_is_planned(
+    mtp_v4: V4, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft after 24 tokens sees the last row of a block that the step after it, planned before, does without."""
+    check(mtp_v4, "mtp", monkeypatch, True, False, 10**9, seed=909089)
 
 
 def counted(module: Any) -> tuple[list[int], list[int]]:
