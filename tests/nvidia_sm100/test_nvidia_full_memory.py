@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gpu_support import ON_GPU
 from test_nvidia_engine import plugin_paths
+from toys.tiny_qwen3 import write_tiny_qwen3
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.api import DeviceError
@@ -52,15 +52,10 @@ def filled(leave: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, bos_token_id=None, eos_token_id=None))
-    model.generation_config.eos_token_id = None
-    path = tmp_path_factory.mktemp("qwen3")
-    model.float().save_pretrained(path)
-    return path
+    sizes = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 4096}
+    return write_tiny_qwen3(
+        tmp_path_factory.mktemp("qwen3"), **sizes, num_attention_heads=8, num_key_value_heads=2, head_dim=64
+    )
 
 
 def opened(checkpoint: Path, running: int = 64) -> LLM:

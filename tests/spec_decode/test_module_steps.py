@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toys.tiny_qwen3 import write_tiny_qwen3
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.api import ConfigError
@@ -13,15 +14,7 @@ from deepinfer_core.api import ConfigError
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, bos_token_id=None, eos_token_id=None))
-    model.generation_config.eos_token_id = None
-    path = tmp_path_factory.mktemp("qwen3")
-    model.float().save_pretrained(path)
-    return path
+    return write_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 def opened(checkpoint: Path, method: str, **settings: Any) -> LLM:
