@@ -39,7 +39,7 @@ ENGINE: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "loop": ({"scheduling__async_scheduling": False}, {"scheduling__async_scheduling": True}),
     "prefixes": ({"kv_cache__prefix_cache": False}, {"kv_cache__prefix_cache": True}),
     "chunks": ({}, {"scheduling__max_batch_tokens": 11}),
-    "pool": ({}, {"kv_cache__num_blocks": 16}),
+    "pool": ({}, {"kv_cache__num_blocks": 12}),
     "depth": tuple({"speculation__max_draft_tokens": depth} for depth in (1, 2, 5, 8)),
     "verify": ({"speculation__verify": "exact"}, {"speculation__verify": "rejection"}),
     "drafter": (
