@@ -137,6 +137,8 @@ def train(modules: dict[str, Trained], steps: Steps, config: dict[str, Any], o: 
     """Steps until the time is up; what :func:`export` gave at the end."""
     began = written = time.perf_counter()
     length = o.until - (began - START)
+    if length <= 0:
+        raise SystemExit(f"--until {o.until:g}: {began - START:.0f} s went by before the first step, give more")
     step, course = 0, list[dict[str, Any]]()
     while (done := (time.perf_counter() - began) / length) < 1:
         steps.step(min(1.0, (step + 1) / WARM_STEPS) * 0.5 * (1 + math.cos(math.pi * done)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,12 @@ def test_a_piece_learns_and_the_next_one_starts_where_it_ended(tmp_path: Path) -
     checkpoint.save(first.weights, tmp_path)
     again = steps(trainer(checkpoint.load(tmp_path)), 1)
     assert abs(again[0] - losses[-1]) < 0.5 * losses[-1] + 0.05
+
+
+def test_a_piece_that_has_no_time_for_a_step_ends_with_an_error() -> None:
+    one = trainer(random_weights(SHAPE, 12), until=0.0)
+    with pytest.raises(SystemExit, match=r"--until 0: .* s went by before the first step"):
+        train.train(one, io.StringIO())
 
 
 def test_biases_move_towards_idle_experts_and_have_no_gradient() -> None:

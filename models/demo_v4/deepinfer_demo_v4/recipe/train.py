@@ -161,6 +161,8 @@ def train(trainer: Trainer, log: TextIO) -> dict[str, float]:
     compiled(trainer, generator, dense)
     began = last = time.perf_counter()
     length = o.until - (began - START)
+    if length <= 0:
+        raise SystemExit(f"--until {o.until:g}: {began - START:.0f} s went by before the first step, give more")
     step, record = 0, {}
     while (done := (time.perf_counter() - began) / length) < 1:
         if done >= o.warm:
