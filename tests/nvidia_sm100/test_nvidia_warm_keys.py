@@ -6,11 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
+import torch
 from deepinfer_nvidia_sm100 import warmup
 from deepinfer_nvidia_sm100.warm_tables import run_tables
-from gpu_support import ON_GPU
+from gpu_support import ON_GPU, operator
+from test_nvidia_attention import INVARIANT, request
 from test_nvidia_engine import BACKEND, dense, plugin_paths
+from test_reference_attention import Scene
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.cli.command_host import ProgramHost
@@ -40,6 +44,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "3 completions": {"n": 3},
     "several": {"repetition_penalty": 1.1, "top_k": 9, "logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4, 5]},
 }
+
+
+@pytest.mark.parametrize("queries", [[1], [1, 1, 1], [2, 1], [40, 1]])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_width_of_the_block_table_needs_no_kernel_of_its_own(queries: list[int], invariant: bool) -> None:
+    """It follows the longest context of a step, so that some requests would meet a width that no warm-up had."""
+    from launches import recorded_launches
+
+    scene = Scene(queries, [max(queries) + 2] * len(queries), block_size=64)
+    wanted = request(block_size=64, demands=INVARIANT if invariant else frozenset({"kv_layout:paged"}))
+    op = operator(wanted)
+    keys = []
+    for width in (1, 2, 3, 16, 48):
+        table = torch.nn.functional.pad(scene.layout.block_table, (0, width - scene.layout.block_table.shape[1]))
+        layout = attrs.evolve(scene.layout, block_table=table.contiguous())
+        with recorded_launches() as launched:
+            op.run(scene.query, scene.cache, op.plan(layout))
+        keys.append(set(launched))
+    assert keys[0]
+    assert all(found == keys[0] for found in keys)
 
 
 @pytest.mark.slow

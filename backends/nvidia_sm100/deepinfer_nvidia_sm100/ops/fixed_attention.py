@@ -60,7 +60,7 @@ def together(parts, parts_lse, most_chunks, live, chunks, HEAD_DIM: tl.constexpr
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["most_chunks", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "most_chunks", "splits"])
 def fixed_attention_kernel(
     query,
     key_cache,
