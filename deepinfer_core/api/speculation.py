@@ -199,8 +199,9 @@ class DeviceDrafter(Protocol):
     def absorb(self, step: DraftStep) -> None:
         """Keep what later drafts need of the rows that the target ran.
 
-        Called for every step, in their order. Those that draft for nobody, R = 0, may be shown some steps later, but
-        before the next that drafts and before another request has one of their slots.
+        Called for every step, in their order. Those that draft for nobody, R = 0, may be shown some steps later and
+        several as one, whose rows are those of each in turn, so that a request may be there more than once; but before
+        the next that drafts and before another request has one of their slots.
         """
         ...
 

@@ -32,7 +32,7 @@ from deepinfer_core.api import (
 from .kv_cache import KVCache
 from .sampler import Sampler
 from .speculation import accepted_drafts, judged_places, judged_rows, last_tokens
-from .speculation_idle import IdleSteps
+from .speculation_idle import IdleRows, IdleSteps, joined
 from .speculation_plan import DraftTurn, first_come, survival
 from .speculation_rows import BlockRows, Pending, Proposed, TargetRows
 from .step_plan import StepPlan
@@ -204,10 +204,10 @@ class DraftRuntime:
         self.absorb_seconds += time.perf_counter() - started
 
     def _show_unseen(self) -> None:
-        """Let the drafter absorb the steps that drafted for nobody, in their order."""
-        for ran in self.idle.take():
+        """Let the drafter absorb the steps that drafted for nobody, as one."""
+        if unseen := self.idle.take():
             try:
-                self._absorb(self._idle_step(ran))
+                self._absorb(self._idle_step(unseen))
             except Exception:
                 self._failed()
 
@@ -215,8 +215,10 @@ class DraftRuntime:
         self.failures += 1
         log.exception("drafter raised", call="absorb or propose")
 
-    def _idle_step(self, ran: TargetRows) -> DraftStep:
-        """A step that drafts for nobody."""
+    def _idle_step(self, steps: Sequence[IdleRows]) -> DraftStep:
+        """Steps that draft for nobody."""
+        ran = joined(steps, [engine for engine, _ in self._caches.values()])
+        inputs = ran.inputs
 
         def refuse(*_: Any) -> Any:
             raise RuntimeError("no request to draft for: this step has slots of length 0")
@@ -227,11 +229,11 @@ class DraftRuntime:
             anchors=self._nobody,
             host_anchors=np.zeros(0, np.int64),
             depth=self.depth,
-            rows=self._rows(ran),
-            places=self._places(ran),
-            tables={name: ran.inputs.tables[engine][:0] for name, (engine, _) in self._caches.items()},
+            rows=self._rows(inputs, ran.token_ids, {}),
+            places=self._places(inputs, inputs.seq_lens),
+            tables={name: inputs.tables[engine][:0] for name, (engine, _) in self._caches.items()},
             readable=self._readable,
-            next_tokens=lambda: self._next_tokens(ran),
+            next_tokens=lambda: self._next_tokens(inputs),
             taps=ran.taps,
             last_rows=self._nobody,
             reread=lambda counts: iter(()),
@@ -239,18 +241,16 @@ class DraftRuntime:
             choose=refuse,
         )
 
-    def _rows(self, ran: TargetRows) -> ModelBatch | None:
-        if not self._caches or ran.batch is None:
+    def _rows(
+        self, inputs: StepInputs, tokens: torch.Tensor | None, known: Mapping[str, StepLayout]
+    ) -> ModelBatch | None:
+        """``tokens [T]``, None where a graph ran; ``known``: layouts of the rows, perhaps without the module's."""
+        if not self._caches or tokens is None:
             return None
         names = [engine for engine, _ in self._caches.values()]
-        known = ran.batch.layouts
-        return self._batch(ran.batch.token_ids, known if names[0] in known else self._step_layouts(ran.inputs, names))
+        return self._batch(tokens, known if names[0] in known else self._step_layouts(inputs, names))
 
-    def _places(self, ran: TargetRows) -> dict[str, Array]:
-        plan, inputs = ran.plan, ran.inputs
-        next_positions = plan.starts + plan.counts  # or later ones
-        if plan.drafts:
-            next_positions -= np.array([len(plan.drafts.get(slot, ())) for slot in plan.slots.tolist()], np.int64)
+    def _places(self, inputs: StepInputs, next_positions: Array) -> dict[str, Array]:
         return {
             name: self._cache.places(
                 engine, inputs.tables[engine], inputs.row_requests, inputs.positions, next_positions
@@ -261,11 +261,11 @@ class DraftRuntime:
     def _readable(self, group: str, blocks: Array) -> Array:
         return self._cache.readable(self._caches[group][0], blocks)
 
-    def _next_tokens(self, ran: TargetRows) -> torch.Tensor:
+    def _next_tokens(self, inputs: StepInputs) -> torch.Tensor:
         """The token after each row of the target's, ``[T]`` int64."""
         history, upload = self._state.history, self.device.upload
-        following = np.minimum(ran.inputs.positions + 1, history.shape[1] - 1)
-        return history[upload(ran.inputs.row_slots), upload(following)].to(torch.int64)
+        following = np.minimum(inputs.positions + 1, history.shape[1] - 1)
+        return history[upload(inputs.row_slots), upload(following)].to(torch.int64)
 
     def _step(self, ran: TargetRows, turn: DraftTurn, accepted: Array) -> tuple[DraftStep, Array]:
         assert ran.tokens is not None
@@ -299,11 +299,11 @@ class DraftRuntime:
             anchors=device_anchors,
             host_anchors=anchors,
             depth=self.depth,
-            rows=self._rows(ran),
-            places=self._places(ran),
+            rows=None if ran.batch is None else self._rows(ran.inputs, ran.batch.token_ids, ran.batch.layouts),
+            places=self._places(ran.inputs, plan.starts + plan.counts - verified),
             tables={name: tables[engine] for name, (engine, _) in self._caches.items()},
             readable=self._readable,
-            next_tokens=lambda: self._next_tokens(ran),
+            next_tokens=lambda: self._next_tokens(ran.inputs),
             taps=ran.taps,
             last_rows=last_rows,
             reread=lambda counts: self._reread(plan.slots[chosen], anchors, counts, tables),

@@ -301,6 +301,12 @@ def test_drafting_that_cannot_pay_stops(requests: int) -> None:
     assert min(np.diff(probes), default=8) >= 8
 
 
+def test_a_start_that_is_clear_takes_two_probes() -> None:
+    """Drafting takes half of a round: of the first drafting the time is not known, the second decides."""
+    assert run(schedule(float), 16, 0.9, 20, drafting=1.0) == [PROBED] * 2 + [0] * 18
+    assert run(schedule(float), PROBED, 0.9, 20, drafting=1.0)[: ENOUGH // PROBED] == [PROBED] * (ENOUGH // PROBED)
+
+
 def test_probes_in_vain_become_rarer_and_never_cease() -> None:
     drafted = run(schedule(float), 16, 0.5, 8000)
     probes = np.nonzero(drafted)[0][2:]

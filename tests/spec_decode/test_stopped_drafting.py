@@ -153,9 +153,8 @@ def test_a_stopped_drafter_does_nothing_but_probes(
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))
         steps = planner.steps - before
     first = -(-ENOUGH // PROBED)
-    assert forward[:first] == [PROBED] * first
-    assert 0 < len(forward[first:]) <= steps // 10 + 1
-    assert max(forward) <= PROBED
+    assert set(forward) == {PROBED}
+    assert 2 < len(forward) <= first + steps // 10 + 1
     # Each probe absorbs what its own requests have, and of a sequence no more than its window's blocks.
     assert len(injected) == len(forward)
     assert max(injected[first:]) <= PROBED * (WINDOW + 2 * 16 + BLOCK)

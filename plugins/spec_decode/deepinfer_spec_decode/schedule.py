@@ -42,7 +42,8 @@ PROBED = 2
 PROBE_SHARE = 0.005
 """Of the time, at most, is spent on probes, those of new requests and what they absorb included."""
 HOPELESS = 0.8
-"""Where all drafts made lately promise less than this ratio, new requests are no reason to find out."""
+"""Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
+more drafts are needed to stop."""
 SHORT = 4
 """Steps that drafted for all requests: where drafting stops sooner, beginning was an error of few drafts, and what it
 took counts as a probe's."""
@@ -56,7 +57,8 @@ class ConfidenceSchedule:
     Whether to draft at all is asked of what was drafted lately: the survival of those drafts, for as many requests as
     there are now, against the cost of verifying and of drafting. Where all requests are new, what was drafted for
     others over a longer time says what to expect, until there are drafts of their own. Before anything is known, and
-    now and then while drafting does not pay, a few requests are drafted for to find out.
+    now and then while drafting does not pay, a few requests are drafted for to find out: once or twice at first, where
+    the answer is clear.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -113,7 +115,7 @@ class ConfidenceSchedule:
 
     def drafts(self, requests: int, fresh: int) -> int:
         few = min(requests, PROBED)
-        if self._count < ENOUGH:
+        if self._count < ENOUGH and (few == requests or self._may_pay(requests)):
             return few
         if fresh == requests and not self._all_new:
             self._expect_others()
@@ -136,10 +138,14 @@ class ConfidenceSchedule:
         rarer: int = 2 ** min(self._in_vain, MOST_HALVINGS)
         if self._idle_steps >= rarer * self._settings.probe_steps and due >= rarer * seconds:
             self._in_vain += 1
-        elif not self._all_new or due < seconds or self._promise(requests) < HOPELESS:
+        elif not self._all_new or due < seconds or not self._may_pay(requests):
             return False
         self._idle_steps, self._probed = 0, self._clock
         return True
+
+    def _may_pay(self, requests: int) -> bool:
+        """Not so if all drafts remembered, be they few, say that drafting is far from that."""
+        return not self._long or self._promise(requests) >= HOPELESS
 
     def _promise(self, requests: int) -> float:
         """The ratio of tokens a second that all drafts remembered promise so many requests."""

@@ -8,7 +8,7 @@ what absorbing at once would have left. Rows that nobody can read any more are d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import attrs
@@ -26,6 +26,9 @@ LIMIT = 64 * 2**20
 
 LEAST_ROWS = 8192
 """That wait before they are looked through."""
+
+MOSTLY_ALIVE = 0.5
+"""Of the rows of several steps: then those that nobody can read are not worth copying the others."""
 
 
 class WaitingRows:
@@ -61,7 +64,7 @@ class WaitingRows:
         ready = self._make_room(batch, values, int(alive.sum()), step.readable)
         self._append(batch, step.places, values, alive)
         if drafted and not few:
-            self._drop_dead(step.readable, block_sizes)
+            self._drop_dead(step.readable, block_sizes, self.count)
             ready += self._take(batch, np.ones(self.count, bool))
         elif drafted:
             ready += self._take(batch, self._within(step.tables, block_sizes))
@@ -78,9 +81,12 @@ class WaitingRows:
 
     def _take(self, like: ModelBatch, wanted: Array) -> list[Absorbed]:
         """These rows, which wait no longer. ``like``: a batch of the same module, for what is not kept."""
+        found = self._all_places()
+        alive = _any(places > 0 for places in found.values()) if found else wanted
+        wanted = wanted & alive
         if not wanted.any():
             return []
-        chosen, found = wanted.copy(), self._all_places()
+        chosen = wanted.copy()
         for places in found.values() if len(found) == 1 else ():
             chosen[wanted] = _last(places[wanted])
         kept = self._rows(chosen)
@@ -92,7 +98,7 @@ class WaitingRows:
             layouts[name] = attrs.evolve(layout, positions=positions, slot_mapping=slots)
         taken = attrs.evolve(like, token_ids=kept["ids"], positions=positions, layouts=layouts)
         values = [kept[name] for name in kept if name.startswith("value")]
-        if wanted.all():
+        if int(wanted.sum()) == int(alive.sum()):
             self._forget()
         else:  # their memory is used again when rows are looked through
             for places in found.values():
@@ -106,9 +112,10 @@ class WaitingRows:
         ready: list[Absorbed] = []
         if self.count + rows <= self._room:
             return ready
-        self._drop_dead(readable, {name: layout.block_size for name, layout in batch.layouts.items()})
         most = self.limit // max(1, sum(value[:1].numel() * value.element_size() for value in values))
-        if self.count and self.count + rows > most * 3 // 4:  # few of the next would find room
+        most_kept = most * 3 // 4 - rows  # with more, few of the next would find room
+        self._drop_dead(readable, {name: layout.block_size for name, layout in batch.layouts.items()}, most_kept)
+        if self.count > max(0, most_kept):
             ready = self._take(batch, np.ones(self.count, bool))
         self._room = min(most, max(self.least, 2 * (self.count + rows)))
         return ready
@@ -116,6 +123,8 @@ class WaitingRows:
     def _append(
         self, batch: ModelBatch, places: Mapping[str, Array], values: Sequence[torch.Tensor], alive: Array
     ) -> None:
+        if not alive.any():
+            return
         self.count += int(alive.sum())
         new = {"ids": batch.token_ids, "positions": batch.positions}
         new |= {f"slots {name}": layout.slot_mapping for name, layout in batch.layouts.items()}
@@ -127,19 +136,32 @@ class WaitingRows:
         for name in batch.layouts:
             self._places.setdefault(name, []).append(places[name][alive])
 
-    def _drop_dead(self, readable: Callable[[str, Array], Array], block_sizes: Mapping[str, int]) -> None:
+    def _drop_dead(
+        self, readable: Callable[[str, Array], Array], block_sizes: Mapping[str, int], most_kept: int
+    ) -> None:
         """Forget rows that nobody can read any more: a later one has their place, or their block is free."""
         if self.count:
             found = self._all_places()
-            self._keep(_any(_last(p) & readable(name, p // block_sizes[name]) for name, p in found.items()))
+            self._keep(_any(_last(p) & readable(name, p // block_sizes[name]) for name, p in found.items()), most_kept)
 
-    def _keep(self, mask: Array) -> None:
+    def _keep(self, mask: Array, most_kept: int) -> None:
+        """Steps none of whose rows are kept go as they are. Of the others rows are copied where many of them go, or
+        more than ``most_kept`` would stay; else those that go have no place any more."""
         if not mask.any():
             self._forget()
-        elif not mask.all():
-            self._kept = {name: [tensor] for name, tensor in self._rows(mask).items()}
-            self._places = {name: [places[mask]] for name, places in self._all_places().items()}
-            self.count = int(mask.sum())
+            return
+        sizes = np.array([len(step) for step in self._kept["ids"]])
+        steps = np.logical_or.reduceat(mask, np.cumsum(sizes) - sizes)
+        rows, found = np.repeat(steps, sizes), self._all_places()
+        count, alive = int(rows.sum()), int(mask.sum())
+        if alive < count and (alive < MOSTLY_ALIVE * count or count > most_kept):
+            self._kept, rows, count = {name: [tensor] for name, tensor in self._rows(mask).items()}, mask, alive
+        else:
+            self._kept = {name: list(compress(parts, steps)) for name, parts in self._kept.items()}
+            for places in found.values():
+                places[~mask] = 0
+        self._places = {name: [places[rows]] for name, places in found.items()}
+        self.count = count
 
     def _forget(self) -> None:
         self.count = self._room = 0
