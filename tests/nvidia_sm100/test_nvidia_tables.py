@@ -12,8 +12,9 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
-from deepinfer_nvidia_sm100 import table_file, tables
+from deepinfer_nvidia_sm100 import between_tuning, table_file, tables
 from deepinfer_nvidia_sm100.command import shapes_of, tune
+from deepinfer_nvidia_sm100.ops.between_attention import BetweenAttention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
 from deepinfer_nvidia_sm100.ops.linear import Linear
 from deepinfer_nvidia_sm100.settings import Settings
@@ -191,3 +192,70 @@ def test_tuning_without_a_gpu_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
     plan.write_text("no")
     assert isinstance(CliRunner().invoke(tune, [str(plan)]).exception, ConfigError)
+
+
+REGION = {"hidden": 128, "attended": 128, "width": 384, "merged": 256, "eps": 1e-5, "dtype": "float16"}
+ATTENTION = {"q_heads": 8, "kv_heads": 4, "head_dim": 16, "dtype": "float16", "cache_dtype": "float16", "scale": 0.25}
+
+
+def between_plan() -> list[dict[str, Any]]:
+    """As ``explain --json`` writes it: demands as lists."""
+    more = {"device_type": "cuda", "demands": ["kv_layout:paged"]}
+    attention = ATTENTION | more | {"cache_group": "full", "block_size": 16, "window": None, "sinks": False}
+    return [
+        row("attention.paged", **attention),
+        row("fused.between_attention", **REGION, **more, weight_dtype="float16", limit=None),
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU's times")
+@pytest.mark.parametrize("faster", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_tiles_between_attentions_are_found_one_product_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    """Steps run in the interpreter; how long they take is made up: late products of three parts or one are fastest."""
+    requests = between_tuning.requests_of(between_plan())
+    assert requests is not None
+    monkeypatch.setattr(between_tuning, "LEAST_LAYERS", 1)
+    monkeypatch.setattr(between_tuning, "rotations", lambda size, most: 2)
+    monkeypatch.setattr(between_tuning, "STEPS", ((64, 5), (128, 4)))
+    monkeypatch.setattr(between_tuning, "CONTEXT", 20)
+    monkeypatch.setattr(between_tuning, "ROWS", {16: 3})
+    tuner = between_tuning.BetweenTuner(*requests, device="cpu")
+
+    def recorded(step: Any) -> tuple[float, torch.Tensor]:
+        found, tiles = step(), tuner.region.tiles.get(3)
+        if tiles is None:
+            return (100.0 if faster else 10.0), found
+        worth = [10 * tile.late + 3 * tile.splits + (tile.block_k == 64) for tile in tiles.values()]
+        return 90.0 - sum(worth), found
+
+    monkeypatch.setattr(between_tuning, "recorded_us", recorded)
+    tiles, us, by_parts = tuner.best(3)
+    assert by_parts == (50.0 if faster else 5.0)
+    assert (tiles is not None) == faster
+    assert 3 not in tuner.region.tiles
+    out = tmp_path / "tuned.json"
+    save(out, tuner.entries({3: tiles}), "between_attention")
+    table = table_file.read(str(out))["between_attention"]
+    assert table.keys() == {"128x128", "768x128", "128x384", "256x128"}
+    if not faster:
+        assert all(entries == [[16, None]] for entries in table.values())
+        return
+    late = [False, True]
+    assert table["128x384"] == [[16, [64, 16, 64, 3, 5, 4, *late]]]
+    assert table["128x128"] == table["256x128"] == [[16, [64, 16, 64, 1, 5, 4, *late]]]
+    assert table["768x128"] == [[16, [64, 16, 64, 1, 5, 4, *late]]]
+    assert us == (90 - (20 + 3 * 14)) / 2
+    monkeypatch.setattr(tables, "architecture", lambda device: "sm_90")
+    built = BetweenAttention(requests[0], attrs.evolve(context(), settings=Settings(table=str(out))))
+    assert built.tiles[3]["down"] == tables.tile_of([64, 16, 64, 3, 5, 4, *late])
+    assert 17 not in built.tiles
+
+
+def test_a_plan_whose_products_share_a_shape_is_not_tuned_as_a_region() -> None:
+    plan = between_plan()
+    assert between_tuning.requests_of(plan) is not None
+    assert between_tuning.requests_of(plan[1:]) is None
+    plan[1]["request"]["merged"] = 2 * REGION["width"]
+    assert between_tuning.requests_of(plan) is None

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Fp8Shapes = dict[tuple[Kind, str], tuple[int, int, str]]
 
 Shapes = dict[str, tuple[int, int, str]]
+SECTIONS = ("linear", "gated_linear", "fixed_linear", "fp8", "between_attention")
+"""What is measured, by sections of the table: ``fixed_linear`` with gates, ``fp8`` either kind of rows."""
 
 
 def choices_of(plan: Any) -> list[Any]:
@@ -82,8 +84,15 @@ def fp8_shapes_of(plan: Any) -> Fp8Shapes:
     show_default=True,
     help="File to write, or to add to.",
 )
-def tune(plan: IO[str], out: Path) -> None:
-    """Measure which kernel multiplies fastest on this GPU: few rows by 16-bit weights, any number of rows by FP8 ones.
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(SECTIONS),
+    help="Measure this and nothing else of the plan. May be given several times.",
+)
+def tune(plan: IO[str], out: Path, only: tuple[str, ...]) -> None:
+    """Measure which kernel multiplies fastest on this GPU: few rows by 16-bit weights, any number of rows by FP8 ones,
+    and a layer's products from one attention to the next, in one recorded step.
 
     PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about ten seconds a
     shape, and a minute for one of a plan with features.batch_invariant.
@@ -96,7 +105,13 @@ def tune(plan: IO[str], out: Path) -> None:
     shapes, gated = shapes_of(found)
     fixed, fixed_gated = shapes_of(found, invariant=True)
     fp8_shapes = fp8_shapes_of(found)
-    if not shapes and not fixed and not fp8_shapes:
+    if only:
+        shapes, gated = (some if name in only else {} for name, some in (("linear", shapes), ("gated_linear", gated)))
+        fixed, fixed_gated = (some if "fixed_linear" in only else {} for some in (fixed, fixed_gated))
+        fp8_shapes = fp8_shapes if "fp8" in only else {}
+    between = choices_of(found) if not only or "between_attention" in only else []
+    between = between if any(choice["op"] == "fused.between_attention" for choice in between) else []
+    if not shapes and not gated and not fixed and not fp8_shapes and not between:
         raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
     import torch
 
@@ -119,6 +134,8 @@ def tune(plan: IO[str], out: Path) -> None:
         _tune_fixed(fixed, fixed_gated, out)
     if fp8_shapes:
         _tune_fp8(fp8_shapes, out)
+    if between:
+        _tune_between(between, out)
     click.echo(f"written to {out}; use: --set plugins.nvidia_sm100.table={out}")
 
 
@@ -150,3 +167,19 @@ def _tune_fp8(shapes: Fp8Shapes, out: Path) -> None:
         save(out, {name: entries(measured)}, f"fp8_{kind}")
         rate = max(2e-6 * shape[0] * shape[1] * m["rows"] / m["us"] for m in measured)
         click.echo(f"{name} in FP8, rows {kind}: up to {rate:.0f} TFLOP/s", err=True)
+
+
+def _tune_between(choices: list[Any], out: Path) -> None:
+    from .between_tuning import ROWS, BetweenTuner, requests_of
+    from .tuning import save
+
+    requests = requests_of(choices)
+    if requests is None:
+        click.echo("between_attention: its products' shapes, or its attention, are not what can be tuned", err=True)
+        return
+    tuner = BetweenTuner(*requests)
+    found = {}
+    for rows in ROWS.values():
+        found[rows], us, by_parts = tuner.best(rows)
+        click.echo(f"between_attention, {rows} rows: {us:.1f} us a layer, by its parts {by_parts:.1f}", err=True)
+    save(out, tuner.entries(found), "between_attention")
