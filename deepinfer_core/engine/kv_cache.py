@@ -37,14 +37,18 @@ class PrefixHit:
 
 
 class GroupTable:
-    """Blocks of one group, by slot: ``table[slot, first[slot]:count[slot]]`` are the slot's live blocks."""
+    """Blocks of one group, by slot: ``table[slot, first[slot]:count[slot]]`` are the slot's live blocks.
 
-    def __init__(self, spec: CacheGroupSpec, num_blocks: int, slots: int, max_blocks: int) -> None:
+    ``first``, ``count``: ``[slots]`` zeros that are this group's from now on.
+    """
+
+    def __init__(
+        self, spec: CacheGroupSpec, num_blocks: int, max_blocks: int, first: IntArray, count: IntArray
+    ) -> None:
         self.spec = spec
         self.pool = BlockPool(num_blocks)
-        self.table: IntArray = np.zeros((slots, max_blocks), np.int32)
-        self.count: IntArray = np.zeros(slots, np.int32)
-        self.first: IntArray = np.zeros(slots, np.int32)
+        self.table: IntArray = np.zeros((len(first), max_blocks), np.int32)
+        self.first, self.count = first, count
 
     def append(self, slot: int, blocks: Sequence[int]) -> None:
         start = int(self.count[slot])
@@ -91,8 +95,15 @@ class KVCache:
         self.prefix_cache = prefix_cache
         self.retain_windows = retain_windows
         max_blocks = -(-max_model_len // block_size)
-        self.groups = {g.name: GroupTable(g, num_blocks[g.name], slots, max_blocks) for g in groups}
-        self._windows = [g for g in self.groups.values() if g.spec.window is not None]
+        ordered = sorted(groups, key=lambda group: group.window is None)
+        self._first, self._count = np.zeros((2, len(ordered), slots), np.int32)  # of all groups, windows first
+        tables = {
+            group.name: GroupTable(group, num_blocks[group.name], max_blocks, self._first[i], self._count[i])
+            for i, group in enumerate(ordered)
+        }
+        self.groups = {group.name: tables[group.name] for group in groups}
+        self._windows = [tables[group.name] for group in ordered if group.window is not None]
+        self._spans = np.array([group.window for group in ordered if group.window is not None], np.int64)
         self.write_from: np.ndarray[Any, Any] = np.zeros(slots, np.int64)
 
     def blocks_for(self, tokens: int) -> int:
@@ -216,10 +227,8 @@ class KVCache:
 
     def lacking(self, slots: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Mask of the slots whose tables must grow to hold ``tokens`` (same shape as ``slots``)."""
-        wanted = -(-tokens // self.block_size)
-        mask = np.zeros(len(slots), bool)
-        for group in self.groups.values():
-            mask |= wanted > group.count[slots]
+        lacks = -(-tokens // self.block_size) > self._count[:, slots]
+        mask: Array = np.logical_or.reduce(lacks, axis=0)
         return mask
 
     def most_tokens(self, slot: int) -> int:
@@ -246,11 +255,9 @@ class KVCache:
         Unless ``retain_windows`` they can no longer be found by content either, so that a prefix can be continued
         only from where a request stopped.
         """
-        for group in self._windows:
-            assert group.spec.window is not None
-            needed = np.maximum(computed - group.spec.window + 1, 0) // self.block_size
-            for i in np.nonzero(needed > group.first[slots])[0]:
-                group.slide_to(int(slots[i]), int(needed[i]), forget=not self.retain_windows)
+        needed = np.maximum(computed - self._spans[:, None] + 1, 0) // self.block_size
+        for g, i in zip(*np.nonzero(needed > self._first[: len(needed), slots]), strict=True):
+            self._windows[g].slide_to(int(slots[i]), int(needed[g, i]), forget=not self.retain_windows)
 
     def shrink(self, slot: int, tokens: int) -> None:
         """Give back the blocks past the first ``tokens`` tokens: rejected drafts filled them."""
