@@ -196,7 +196,7 @@ def test_a_request_waits_for_its_grammar_while_others_run(toy_llm: ToyLLM, ahead
     stream = llm.stream([1], pattern("(?#hang)ok"))
     reader = threading.Thread(target=lambda: found.extend(delta.text for delta in stream))
     reader.start()
-    (other,) = llm.generate([[2]], SamplingParams(max_tokens=5))
+    (other,) = llm.generate([[2]], SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(other.outputs[0].token_ids) == 5
     assert found == []
     release.set()
@@ -230,7 +230,7 @@ def test_why_a_request_waits_and_how_its_wait_ends(toy_llm: ToyLLM, release: Any
 
 def test_compiling_for_too_long_ends_the_request_and_the_next_one_compiles(toy_llm: ToyLLM, release: Any) -> None:
     llm = grammar_llm(toy_llm, structured_outputs__compile_seconds=0.05, structured_outputs__compile_threads=1)
-    bad, good = llm.generate([[1], [2]], [pattern("(?#hang)a"), SamplingParams(max_tokens=3)])
+    bad, good = llm.generate([[1], [2]], [pattern("(?#hang)a"), SamplingParams(max_tokens=3, ignore_eos=True)])
     assert error_of(bad) == ("constraint", "compiling took longer than structured_outputs.compile_seconds=0.05")
     assert len(good.outputs[0].token_ids) == 3
     (later,) = llm.generate([[1]], pattern("[ab]"))
