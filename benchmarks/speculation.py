@@ -15,7 +15,9 @@ MTP block applied again and again, and n-grams; ``mtp-1`` is the MTP block appli
   the other. ``budget`` is drafts verified for a request in a step.
 * calibration: expected calibration error of the survival over other prompts than the shipped scaling was fitted to,
   before and after it, with its standard error over prompts; what it would be if the survival were true (so few drafts
-  never come out even); and with temperatures alone, those of each half of the prompts fitted to the other.
+  never come out even); with temperatures alone, and with biases but without margins, those of each half of the prompts
+  fitted to the other; how well survival tells drafts apart before and after (area under the curve); and how much more
+  often drafts of each kind survive than is said.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import finish, machine, print_table
+from deepinfer_spec_decode.calibrate import read_records
 from deepinfer_spec_decode.calibration import FILE_NAME, read_scaling
 from deepinfer_spec_decode.needs import drafter_path
 from deepinfer_spec_decode.reliability import points
-from deepinfer_spec_decode.sts import PLAIN, Records
+from deepinfer_spec_decode.sts import PLAIN, Records, Scaling
 from speculation_plots import draw
 from speculation_prompts import KINDS, prompts
 
@@ -90,9 +94,15 @@ def note(options: argparse.Namespace, row: dict[str, Any]) -> None:
 
 
 def open_llm(
-    drafter: str | None, depth: int, *, calibration: str = "auto", accelerator: str = "cpu", **speculation: Any
+    drafter: str | None,
+    depth: int,
+    *,
+    calibration: str = "auto",
+    record: str = "",
+    accelerator: str = "cpu",
+    **speculation: Any,
 ) -> LLM:
-    """The demo model with a drafter, or alone."""
+    """The demo model with a drafter, or alone; ``record``: file of what becomes of its drafts."""
     settings: dict[str, Any] = {
         "kv_cache": {"prefix_cache": False},
         "scheduling": {"max_running": 64},
@@ -101,7 +111,8 @@ def open_llm(
     if drafter is not None:
         method, module = DRAFTERS[drafter]
         settings["speculation"] = {"method": method, "max_draft_tokens": depth, **speculation}
-        settings["plugins"] = {"spec_decode": {"drafter": module, "calibration": calibration, "cost_cache": "off"}}
+        plugin = {"drafter": module, "calibration": calibration, "record_file": record, "cost_cache": "off"}
+        settings["plugins"] = {"spec_decode": plugin}
     return LLM("demo-v4", accelerator=accelerator, **settings)
 
 
@@ -299,30 +310,67 @@ def calibration(options: argparse.Namespace) -> dict[str, Any]:
     """Calibration error of DSpark's survival before and after the shipped scaling, by mode."""
     count = options.calibration_prompts
     path = Path(drafter_path(DRAFTERS["dspark"][1]) or "") / FILE_NAME
-    texts = [text for kind in KINDS for text in prompts(kind, 2 * count, seed=11)[count:]]
+    texts = {kind: prompts(kind, 2 * count, seed=11)[count:] for kind in KINDS}
     found = {}
-    for mode, (rule, temperature) in MODES.items():
-        with open_llm("dspark", 5, verify=rule, calibration="off", accelerator=options.accelerator) as llm:
-            verdicts = heard(llm)
-            llm.generate(texts, params(temperature, options.tokens, len(texts), rule == "exact"))
-        mine = [v for v in verdicts if v.confidence is not None and v.rule == rule]
-        columns = [v.confidence or () for v in mine], [v.accepted for v in mine], [v.request_id for v in mine]
-        records = Records.of(*columns)
-        before, after = (records.survival(s) for s in (PLAIN, read_scaling(path, "dspark", mode) or PLAIN))
+    for mode in MODES:
+        kinds = {kind: records_of(mode, texts[kind], options) for kind in KINDS}
+        records = joined(list(kinds.values()))
+        scaling = read_scaling(path, "dspark", mode) or PLAIN
+        before, after = records.survival(PLAIN), records.survival(scaling)
         found[mode] = {
-            "drafts": len(mine),
+            "drafts": len(records.accepted),
             "tokens_a_round": round(1 + float(records.accepted.mean()), 3),
             "before": round(records.error(before), 4),
             "after": round(records.error(after), 4),
             "standard_error": round(records.standard_error(after), 4),
             "least": round(records.least_error(after), 4),
             "temperatures_alone": round(records.error(records.crossed(bias=False)), 4),
+            "no_margins": round(records.error(records.crossed(bias=True)), 4),
+            "told_apart": [round(told_apart(*records.pairs(said)), 3) for said in (before, after)],
+            "more_than_said": {kind: round(more_than_said(of, scaling), 4) for kind, of in kinds.items()},
             "points": {name: points(records, said) for name, said in (("before", before), ("after", after))},
         }
-    columns = ("drafts", "tokens_a_round", "before", "after", "standard_error", "least", "temperatures_alone")
+    columns = [name for name in next(iter(found.values())) if name != "points"]
     print("calibration of DSpark's survival")
     print_table(("mode", *columns), [[mode, *(r[c] for c in columns)] for mode, r in found.items()])
     return found
+
+
+def records_of(mode: str, texts: list[str], options: argparse.Namespace) -> Records:
+    """What became of drafts after these prompts, with confidences as the module says them."""
+    rule, temperature = MODES[mode]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "drafts.jsonl"
+        with open_llm(
+            "dspark", 5, verify=rule, calibration="off", record=str(file), accelerator=options.accelerator
+        ) as llm:
+            llm.generate(texts, params(temperature, options.tokens, len(texts), rule == "exact"))
+        return read_records(file, rule)
+
+
+def joined(parts: list[Records]) -> Records:
+    """Of different prompts."""
+    first = np.cumsum([0] + [int(part.prompts.max()) + 1 for part in parts])
+    return Records(
+        logits=np.concatenate([part.logits for part in parts]),
+        accepted=np.concatenate([part.accepted for part in parts]),
+        prompts=np.concatenate([part.prompts + start for part, start in zip(parts, first, strict=False)]),
+        margins=np.concatenate([part.margins for part in parts if part.margins is not None]),
+    )
+
+
+def told_apart(said: Any, came: Any) -> float:
+    """Chance that more was said of a draft that survived than of one that did not (area under the curve)."""
+    ranks = np.empty(len(said))
+    ranks[np.argsort(said)] = np.arange(len(said))
+    yes = int(came.sum())
+    return float((ranks[came].sum() - yes * (yes - 1) / 2) / (yes * (len(said) - yes)))
+
+
+def more_than_said(records: Records, scaling: Scaling) -> float:
+    """How much oftener drafts survived than was said, on average."""
+    said, came = records.pairs(records.survival(scaling))
+    return float(came.mean() - said.mean())
 
 
 def main() -> None:

@@ -66,7 +66,8 @@ class Draft:
 class Verified:
     """What became of a draft: ``accepted`` of ``proposed`` tokens, and the tokens that were committed.
 
-    ``rule`` decided it. ``confidence`` is what the drafter said of the proposed ones, None if it said nothing.
+    ``rule`` decided it. ``confidence`` is what the drafter said of the proposed ones, None if it said nothing, and
+    ``notes`` what it noted of them.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class Verified:
     tokens: Sequence[int]
     rule: Literal["exact", "rejection"] = "exact"
     confidence: Sequence[float] | None = None
+    notes: Sequence[float] | None = None
 
 
 class Drafter(Protocol):
@@ -110,12 +112,14 @@ class Proposal:
         scores: ``[R, n, V]`` float32 whose softmax the tokens were drawn from, or None: each was certain (one-hot).
             Only rows under the rejection rule are read.
         learned: the confidence is how often drafts were accepted lately: verifying alone tells whether it changed.
+        notes: ``[R, n]`` float32, a number of each draft that the drafter wants to see again in ``Verified``, or None.
     """
 
     tokens: torch.Tensor
     confidence: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     learned: bool = False
+    notes: torch.Tensor | None = None
 
 
 @attrs.frozen(kw_only=True)

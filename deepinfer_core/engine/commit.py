@@ -49,6 +49,7 @@ class _Drafted:
     accepted: int
     by_rejection: bool
     confidence: Array | None
+    notes: Array | None
 
 
 class Committer:
@@ -196,8 +197,8 @@ class Committer:
             sequence.request.metrics.proposed_drafts += len(drafts)
             sequence.request.metrics.accepted_drafts += good
             rejects = plan.rejects is not None and bool(plan.rejects[request])
-            first, said = int(plan.starts[request]) + 1, plan.confidence.get(slot)
-            drafted.append(_Drafted(sequence, first, len(drafts), good, rejects, said))
+            first, said = int(plan.starts[request]) + 1, (plan.confidence.get(slot), plan.notes.get(slot))
+            drafted.append(_Drafted(sequence, first, len(drafts), good, rejects, *said))
         return kept, computed, drafted
 
     def _tell_drafter(self, drafted: list[_Drafted]) -> None:
@@ -214,6 +215,7 @@ class Committer:
                     tokens=self._known(d.sequence)[d.first :].tolist(),
                     rule="rejection" if d.by_rejection else "exact",
                     confidence=None if d.confidence is None else d.confidence.tolist(),
+                    notes=None if d.notes is None else d.notes.tolist(),
                 )
                 for d in drafted
             ]

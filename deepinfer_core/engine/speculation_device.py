@@ -122,7 +122,7 @@ class DraftRuntime:
         if self._pending is None and not turn.caps.any() and not turn.floating.any():
             return plan  # nothing is offered: the plan is true as it is
         starts = plan.starts - np.where(turn.floating, self._behind[plan.slots], 0)
-        taken, drafts, confidence = np.zeros_like(turn.caps), {}, {}
+        taken, drafts, confidence, notes = np.zeros_like(turn.caps), {}, {}, {}
         pending = self._pending
         if pending is not None:
             for sequence in plan.admitted:
@@ -137,6 +137,8 @@ class DraftRuntime:
                 drafts[slot] = pending.tokens[row, : taken[i]]
                 if pending.confidence is not None:
                     confidence[slot] = pending.confidence[row, : taken[i]]
+                if pending.notes is not None:
+                    notes[slot] = pending.notes[row, : taken[i]]
         spare = turn.caps - taken
         has_scores = pending is not None and pending.scores is not None
         return attrs.evolve(
@@ -146,6 +148,7 @@ class DraftRuntime:
             samples=plan.samples - spare,
             drafts=drafts,
             confidence=confidence,
+            notes=notes,
             rejects=plan.rejects if self._always_judge or has_scores else None,
         )
 
@@ -392,5 +395,6 @@ class DraftRuntime:
             confidence=confidence,
             chances=chances,
             scores=proposal.scores,
+            notes=None if proposal.notes is None else self.device.download(proposal.notes)[:, : self.depth],
         )
         return Proposed(slots=slots, chances=chances, learned=proposal.learned)

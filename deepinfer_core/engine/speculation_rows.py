@@ -44,7 +44,8 @@ class Proposed:
 class Pending:
     """Drafts made by the last step. Arrays run over the R requests it drafted for.
 
-    ``row``: slot -> its number among them, or -1. ``available``: drafts that are tokens. ``scores`` as in Proposal.
+    ``row``: slot -> its number among them, or -1. ``available``: drafts that are tokens. ``scores`` and ``notes`` as in
+    Proposal.
     """
 
     row: Array
@@ -54,6 +55,7 @@ class Pending:
     confidence: Array | None
     chances: Array
     scores: torch.Tensor | None
+    notes: Array | None
 
 
 @attrs.frozen(kw_only=True)

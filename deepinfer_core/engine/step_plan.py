@@ -20,8 +20,8 @@ class StepPlan:
     The last ``samples`` rows of each yield a token: none within a prompt, one at its end or in decoding, one
     more per draft being verified. Decode rows come first. ``admitted`` are the sequences that took a slot in
     this step, so that the runner writes their device state before it runs; ``drafts`` maps slots to tokens, and
-    ``confidence`` to what the drafter said of them. Drafts of ``forced`` slots come from a grammar that allows nothing
-    else. ``rejects`` ``[R]``: whose drafts are judged by rejection.
+    ``confidence`` to what the drafter said of them, ``notes`` to what it noted. Drafts of ``forced`` slots come from a
+    grammar that allows nothing else. ``rejects`` ``[R]``: whose drafts are judged by rejection.
     ``turn`` is there with a device drafter: then starts, counts and samples are upper bounds until the step runs.
     """
 
@@ -35,6 +35,7 @@ class StepPlan:
     rejects: Array | None = None
     turn: DraftTurn | None = None
     confidence: dict[int, Array] = attrs.field(factory=dict)
+    notes: dict[int, Array] = attrs.field(factory=dict)
     forced: frozenset[int] = frozenset()
 
     @property

@@ -203,7 +203,11 @@ def test_the_command_writes_what_an_engine_reads(tmp_path: Path) -> None:
         found = written["rules"][rule]
         assert found["drafts"] > 20
         assert 0 <= found["least_error"] < 0.5
-        assert read_scaling(path, "dspark", rule) == Scaling(tuple(found["temperatures"]), tuple(found["biases"]))
+        assert len(found["margins"]) == 5
+        scaling = Scaling(
+            tuple(found["temperatures"]), tuple(found["biases"]), tuple((s, r) for s, r in found["margins"])
+        )
+        assert read_scaling(path, "dspark", rule) == scaling
     path.write_text(json.dumps({"dspark": {r: {"temperatures": [4.0]} for r in ("exact", "rejection")}}))
     for calibration, wanted in (("auto", Calibration(Scaling((4.0,)))), ("off", Calibration())):
         with open_llm(v4.path, "dspark", plugins={"spec_decode": {"calibration": calibration}}) as llm:

@@ -45,11 +45,19 @@ class V4:
 
     def block(self, tokens: list[int]) -> tuple[list[int], list[float]]:
         """The drafts and confidence logits after these tokens, the last of which is the newest, greedily."""
+        drafts, confidence, _ = self._spoken(tokens)
+        return drafts, confidence
+
+    def margins(self, tokens: list[int]) -> list[float]:
+        """How far the score of each of those drafts is above the second best."""
+        return self._spoken(tokens)[2]
+
+    def _spoken(self, tokens: list[int]) -> tuple[list[int], list[float], list[float]]:
         taps = main_streams(self.main, tokens[:-1], TARGETS)
         features = torch.cat([tap.mean(1) for tap in taps], -1) @ self.extra["mtp.0.main_proj.weight"].T
         features = rms(features, self.extra["mtp.0.main_norm.weight"])
         block = draft_oracle.dspark(self.stage, features, tokens[-1], NOISE, BLOCK)
-        drafts, confidence, previous = [], [], tokens[-1]
+        drafts, confidence, margins, previous = [], [], [], tokens[-1]
         for j in range(BLOCK):
             scores = block.logits[j]
             if "mtp.2.markov_head.markov_w1.weight" in self.extra:
@@ -59,7 +67,9 @@ class V4:
                 confidence.append(float(read @ torch.cat((block.hidden[j], tie))))
             previous = int(scores.argmax())
             drafts.append(previous)
-        return drafts, confidence
+            best, second = sorted(scores.tolist(), reverse=True)[:2]
+            margins.append(best - second)
+        return drafts, confidence, margins
 
     def next_token(self, tokens: list[int]) -> int:
         """The first MTP draft after these tokens."""

@@ -40,6 +40,12 @@ RULES = ("exact", "rejection", GREEDY)
     show_default=True,
     help="Fit a bias beside each temperature; without, the paper's temperatures alone.",
 )
+@click.option(
+    "--margin/--no-margin",
+    default=True,
+    show_default=True,
+    help="Beside the bias also weigh how clearly a draft won, where the drafter says so.",
+)
 @click.option("--out", default="", help="Where to write; empty: beside the drafter's checkpoint.")
 @click.option("--plot", default="", help="Also draw the reliability diagram to this file (needs matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object as the last line.")
@@ -54,6 +60,7 @@ def calibrate(
     max_tokens: int,
     temperature: float,
     bias: bool,
+    margin: bool,
     out: str,
     plot: str,
     as_json: bool,
@@ -101,11 +108,13 @@ def calibrate(
             records = read_records(record, verify)
         if len(records.accepted) == 0:
             raise ConfigError(f"drafter {method!r} gave no confidence to calibrate under verify={verify!r}")
-        scaling, after = fit(records, bias=bias), records.crossed(bias=bias)
+        wanted = {"bias": bias, "margin": margin and bias}
+        scaling, after = fit(records, **wanted), records.crossed(**wanted)
         shown[rule] = (records, after)
         results[rule] = {
             "temperatures": [round(t, 4) for t in scaling.temperatures],
             "biases": [round(b, 4) for b in scaling.biases],
+            "margins": [[round(weight, 4) for weight in pair] for pair in scaling.margins],
             "drafts": len(records.accepted),
             "accepted_length": round(1 + float(records.accepted.mean()), 4),
             "error_before": round(records.error(records.survival(PLAIN)), 4),
@@ -152,8 +161,11 @@ def read_records(path: Path, rule: str) -> Records:
     """The drafts that this rule judged."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = [entry for entry in map(json.loads, lines) if entry["rule"] == rule]
-    columns = ([entry[name] for entry in found] for name in ("confidence", "accepted", "request"))
-    return Records.of(*columns)
+    confidences, accepted, requests = (
+        [entry[name] for entry in found] for name in ("confidence", "accepted", "request")
+    )
+    margins = [entry["margin"] for entry in found if "margin" in entry]
+    return Records.of(confidences, accepted, requests, margins if len(margins) == len(found) else None)
 
 
 def write(path: Path, method: str, results: dict[str, Any]) -> None:

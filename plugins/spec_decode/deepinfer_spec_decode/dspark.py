@@ -9,6 +9,7 @@ import torch
 from deepinfer_core.api import DrafterContext, DraftStep, Proposal, Verified
 
 from .calibration import calibration_for
+from .margins import Margins
 from .rates import AcceptanceRates
 from .records import Recorder
 from .settings import Settings
@@ -30,7 +31,8 @@ class BlockDrafter:
     def start(self, context: DrafterContext) -> None:
         self._module = context.module
         self._rates = AcceptanceRates(context.max_draft_tokens)
-        self._calibration = calibration_for(context, "dspark", self._settings)
+        self._calibration = calibration_for(context, "dspark", self._settings, margins=True)
+        self._measures = self._calibration.reads_margins or self._recorder.records
 
     def absorb(self, step: DraftStep) -> None:
         assert step.rows is not None
@@ -40,17 +42,21 @@ class BlockDrafter:
     def propose(self, step: DraftStep) -> Proposal:
         newest = step.state.history[step.slots, step.anchors].to(torch.int64)
         batch = step.block(self._module.inputs(newest), 0)
-        drafted = self._module.draft(batch, self._module.plan(batch), step.depth, step.choose)
+        margins = Margins(step) if self._measures else None
+        choose = step.choose if margins is None else margins.choose
+        drafted = self._module.draft(batch, self._module.plan(batch), step.depth, choose)
+        found = None if margins is None else margins.all()
         if drafted.confidence is None:
             rates = torch.from_numpy(self._rates.confidence()).to(newest.device)
             confidence = rates[: step.depth].expand(drafted.tokens.shape)
         else:
-            confidence = self._calibration.confidence(drafted.confidence, step)
+            confidence = self._calibration.confidence(drafted.confidence, step, found)
         return Proposal(
             tokens=drafted.tokens,
             confidence=confidence,
             scores=drafted.scores,
             learned=drafted.confidence is None,
+            notes=found if self._recorder.records else None,
         )
 
     def verified(self, results: Sequence[Verified]) -> None:

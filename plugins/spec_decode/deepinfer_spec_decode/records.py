@@ -15,8 +15,13 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
 
+    @property
+    def records(self) -> bool:
+        """Whether anything is written."""
+        return self._path is not None
+
     def add(self, results: Sequence[Verified]) -> None:
-        """One line for each draft that came with confidences."""
+        """One line for each draft that came with confidences; its notes are how clearly its tokens won."""
         if self._path is None:
             return
         lines = [
@@ -27,6 +32,7 @@ class Recorder:
                     "confidence": list(r.confidence),
                     "accepted": r.accepted,
                 }
+                | ({} if r.notes is None else {"margin": list(r.notes)})
             )
             + "\n"
             for r in results

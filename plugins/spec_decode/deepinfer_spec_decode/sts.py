@@ -6,7 +6,8 @@ logit is chosen so that the survival so far has the smallest expected calibratio
 A temperature leaves a confidence of one half where it is. Where drafts of some position are all accepted less often
 than they say, a bias beside it is what helps (Platt scaling; ours, not the paper's): ``sigmoid(logit / T + b)``. Both
 are chosen so that the survival so far has the smallest log loss: a proper score, which unlike ten bins leaves no room
-for chance.
+for chance. Beside them counts how clearly the draft won (:mod:`.margins`; ours): ``+ s m + r sqrt(m)`` of the margin m,
+two numbers as the odds of the best token grow fast close to a tie and slowly far from it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from typing import Any
 import attrs
 import numpy as np
 
+from .log_loss import least_log_loss
+
 Array = np.ndarray[Any, Any]
 
 BINS = 10
 GRID = np.exp(np.linspace(np.log(0.2), np.log(5.0), 81))
 """Temperatures tried; 1 is among them."""
 
-WIDTH = (float(np.log(5.0)), 3.0)
-"""Logarithms of temperatures, and biases, are looked for as far from 0."""
-ACROSS, NARROWER, ZOOMS = 9, 3, 6
-"""Values of each tried at once; around the best of them again, so much narrower, so often."""
-
+STEEPEST = 5.0
+"""Temperatures are looked for between one over this and this."""
 LARGEST_LOGIT = 60.0
 FEWEST = 50
 """Drafts of a position below which its temperature stays that of the position before it."""
@@ -35,21 +35,27 @@ FEWEST = 50
 
 @attrs.frozen
 class Scaling:
-    """Temperatures and biases, by position; the last of each serves all further positions."""
+    """Temperatures, biases and weights of the margin and its root, by position; the last of each serves all further
+    positions. ``margins`` is empty where these do not count.
+    """
 
     temperatures: tuple[float, ...] = (1.0,)
     biases: tuple[float, ...] = (0.0,)
+    margins: tuple[tuple[float, float], ...] = ()
 
     def at(self, position: int) -> tuple[float, float]:
         t, b = self.temperatures, self.biases
         return t[min(position, len(t) - 1)], b[min(position, len(b) - 1)]
+
+    def margin_at(self, position: int) -> tuple[float, float]:
+        return self.margins[min(position, len(self.margins) - 1)] if self.margins else (0.0, 0.0)
 
 
 PLAIN = Scaling()
 """Confidences as they are."""
 
 
-def tempered(logits: Array, temperature: float, bias: float = 0.0) -> Array:
+def tempered(logits: Array, temperature: float, bias: float | Array = 0.0) -> Array:
     """``sigmoid(logit / T + b)``, the argument kept within +-60."""
     result: Array = 1 / (1 + np.exp(-np.clip(logits / temperature + bias, -LARGEST_LOGIT, LARGEST_LOGIT)))
     return result
@@ -80,41 +86,62 @@ class Records:
         logits: ``[N, n]`` float64 of the confidences, NaN past the end of a draft. accepted: ``[N]`` drafts accepted.
         prompts: ``[N]`` int64, equal for drafts after the same prompt: these are alike, and are drawn, or left out,
             together.
+        margins: ``[N, n]`` float64, how clearly each draft won (:mod:`.margins`); None of drafters that do not say.
     """
 
     logits: Array
     accepted: Array
     prompts: Array
+    margins: Array | None = None
 
     @classmethod
     def of(
-        cls, confidences: Sequence[Sequence[float]], accepted: Sequence[int], prompts: Sequence[str] | None = None
+        cls,
+        confidences: Sequence[Sequence[float]],
+        accepted: Sequence[int],
+        prompts: Sequence[str] | None = None,
+        margins: Sequence[Sequence[float]] | None = None,
     ) -> Records:
         """``prompts``: a name each, None: each draft is another's."""
         width = max(map(len, confidences), default=0)
-        logits = np.full((len(confidences), width), np.nan)
-        for row, said in enumerate(confidences):
-            logits[row, : len(said)] = logits_of(np.array(said, np.float64))
         numbers = np.arange(len(accepted))
         if prompts is not None:
             known = {name: i for i, name in enumerate(dict.fromkeys(prompts))}
             numbers = np.array([known[name] for name in prompts], np.int64)
-        return cls(logits=logits, accepted=np.array(accepted, np.int64), prompts=numbers)
+        return cls(
+            logits=logits_of(_padded(confidences, width)),
+            accepted=np.array(accepted, np.int64),
+            prompts=numbers,
+            margins=None if margins is None else _padded(margins, width),
+        )
 
     def part(self, rows: Array) -> Records:
-        return Records(logits=self.logits[rows], accepted=self.accepted[rows], prompts=self.prompts[rows])
+        """Some of the drafts."""
+        margins = None if self.margins is None else self.margins[rows]
+        return Records(
+            logits=self.logits[rows], accepted=self.accepted[rows], prompts=self.prompts[rows], margins=margins
+        )
+
+    def chances(self, scaling: Scaling, position: int) -> Array:
+        """``[N]``: chance said that the draft there is accepted if all before it are, NaN past the end of a draft."""
+        temperature, bias = scaling.at(position)
+        moved: float | Array = bias
+        if self.margins is not None and scaling.margins:
+            slope, root = scaling.margin_at(position)
+            moved = bias + slope * self.margins[:, position] + root * np.sqrt(self.margins[:, position])
+        return tempered(self.logits[:, position], temperature, moved)
 
     def survival(self, scaling: Scaling) -> Array:
         """``[N, n]``: chance said that draft j and all before it are accepted, NaN past the end of a draft."""
-        said = [tempered(self.logits[:, k], *scaling.at(k)) for k in range(self.logits.shape[1])]
+        said = [self.chances(scaling, k) for k in range(self.logits.shape[1])]
         return np.cumprod(np.stack(said, 1), axis=1) if said else np.ones_like(self.logits)
 
-    def crossed(self, *, bias: bool) -> Array:
+    def crossed(self, *, bias: bool, margin: bool = False) -> Array:
         """As :meth:`survival`, that of each half of the prompts scaled as fits the other half."""
         even = self.prompts % 2 == 0
         said = np.full_like(self.logits, np.nan)
         for half in (even, ~even):
-            said[half] = self.part(half).survival(fit(self.part(~half), bias=bias))
+            said[half] = self.part(half).survival(fit(self.part(~half), bias=bias, margin=margin))
         return said
 
     def pairs(self, survival: Array) -> tuple[Array, Array]:
@@ -147,21 +174,27 @@ class Records:
         return float(np.mean(found))
 
 
-def fit(records: Records, *, bias: bool = False) -> Scaling:
-    """One temperature for each position, left to right; with ``bias`` also one bias."""
-    temperatures: list[float] = []
-    biases: list[float] = []
+def fit(records: Records, *, bias: bool = False, margin: bool = False) -> Scaling:
+    """One temperature for each position, left to right; with ``bias`` also one bias, with ``margin`` also the weights
+    of the margin, where the records have it."""
+    margins = records.margins if margin else None
+    temperatures, biases, weights = list[float](), list[float](), list[tuple[float, float]]()
     product = np.ones(len(records.logits))
     for k in range(records.logits.shape[1]):
         there = ~np.isnan(records.logits[:, k])
         before, logits, came = product[there], records.logits[there, k], (records.accepted > k)[there]
-        best = (temperatures[-1], biases[-1]) if temperatures else (1.0, 0.0)
+        found = (temperatures[-1], biases[-1], weights[-1]) if temperatures else (1.0, 0.0, (0.0, 0.0))
         if int(there.sum()) >= FEWEST:
-            best = _pair(before, logits, came) if bias else (_temperature(before, logits, came), 0.0)
-        temperatures.append(best[0])
-        biases.append(best[1])
-        product = product * tempered(records.logits[:, k], *best)
-    return Scaling(tuple(temperatures), tuple(biases))
+            if bias or margins is not None:
+                found = _weights(before, logits, None if margins is None else margins[there, k], came)
+            else:
+                found = _temperature(before, logits, came), 0.0, (0.0, 0.0)
+        temperatures.append(found[0])
+        biases.append(found[1])
+        weights.append(found[2])
+        so_far = Scaling(tuple(temperatures), tuple(biases), () if margins is None else tuple(weights))
+        product = product * records.chances(so_far, k)
+    return Scaling(tuple(temperatures), tuple(biases), () if margins is None else tuple(weights))
 
 
 def _temperature(before: Array, logits: Array, came: Array) -> float:
@@ -171,17 +204,21 @@ def _temperature(before: Array, logits: Array, came: Array) -> float:
     return float(good[np.abs(np.log(good)).argmin()])
 
 
-def _pair(before: Array, logits: Array, came: Array) -> tuple[float, float]:
-    """Temperature and bias with the least log loss."""
+def _weights(
+    before: Array, logits: Array, margins: Array | None, came: Array
+) -> tuple[float, float, tuple[float, float]]:
+    """Temperature, bias, and weights of the margin and its root, with the least log loss."""
+    columns = [logits, np.ones_like(logits)]
+    if margins is not None:
+        columns += [margins, np.sqrt(margins)]
+    start = np.array([1.0] + [0.0] * (len(columns) - 1))
+    w = least_log_loss(before, np.stack(columns, 1), came, start, (1 / STEEPEST, STEEPEST))
+    return 1 / float(w[0]), float(w[1]), (float(w[2]), float(w[3])) if margins is not None else (0.0, 0.0)
 
-    def loss(log_temperature: float, bias: float) -> float:
-        said = np.clip(before * tempered(logits, float(np.exp(log_temperature)), bias), 1e-9, 1 - 1e-9)
-        return -float(np.log(np.where(came, said, 1 - said)).mean())
 
-    best, wide = (0.0, 0.0), np.array(WIDTH)
-    for _ in range(ZOOMS):
-        steps = np.linspace(-1.0, 1.0, ACROSS)
-        tried = [(best[0] + t * wide[0], best[1] + b * wide[1]) for t in steps for b in steps]
-        best = min(tried, key=lambda each: loss(*each))
-        wide = wide / NARROWER
-    return float(np.exp(best[0])), float(best[1])
+def _padded(rows: Sequence[Sequence[float]], width: int) -> Array:
+    """``[N, width]`` float64, NaN past the end of a row."""
+    result = np.full((len(rows), width), np.nan)
+    for i, row in enumerate(rows):
+        result[i, : len(row)] = row
+    return result
