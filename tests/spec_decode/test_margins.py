@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from deepinfer_spec_decode.calibrate import read_records
 from deepinfer_spec_decode.calibration import scaled
 from deepinfer_spec_decode.cost_table import StepCosts
-from deepinfer_spec_decode.margins import LARGEST, margin
+from deepinfer_spec_decode.margins import LARGEST, Margins
 from deepinfer_spec_decode.sts import PLAIN, Records, Scaling, fit, logits_of, tempered
 from scipy.optimize import minimize
 from scipy.stats import chi2_contingency
@@ -53,6 +54,13 @@ def written(path: Path, content: Any) -> Iterator[None]:
 # ---- measured
 
 
+def margin(scores: torch.Tensor) -> torch.Tensor:
+    step: Any = SimpleNamespace(choose=lambda scores, j: (scores.argmax(-1), scores))
+    margins = Margins(step)
+    assert margins.choose(scores, 0)[0].tolist() == scores.argmax(-1).tolist()
+    return margins.all()[:, 0]
+
+
 @pytest.mark.parametrize("vocab", [2, 63, 64, 100, 128, 4096])
 def test_the_distance_to_the_second_best(vocab: int) -> None:
     generator = torch.Generator().manual_seed(int(np.random.default_rng().integers(2**31)))
@@ -60,6 +68,7 @@ def test_the_distance_to_the_second_best(vocab: int) -> None:
     scores[:50] = scores[:50].round()  # ties, within a group and across
     ranked = scores.sort(-1, descending=True).values
     torch.testing.assert_close(margin(scores), ranked[:, 0] - ranked[:, 1])
+    torch.testing.assert_close(margin(scores[:3]), margin(scores)[:3])
     first = torch.zeros(1, vocab)
     first[0, 0] = 2.0
     assert margin(first).tolist() == [2.0]
@@ -67,9 +76,9 @@ def test_the_distance_to_the_second_best(vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [10, 128])
 def test_what_has_no_second_best(vocab: int) -> None:
-    scores = torch.full((3, vocab), float("-inf"))
+    scores = torch.full((8, vocab), float("-inf"))
     scores[0, 5], scores[1, 5], scores[1, 6] = 1.0, 1e9, 0.0
-    assert margin(scores).tolist() == [LARGEST, LARGEST, 0.0]
+    assert margin(scores).tolist() == [LARGEST, LARGEST, *[0.0] * 6]
 
 
 # ---- fitted to

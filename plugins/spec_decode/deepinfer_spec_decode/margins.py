@@ -11,22 +11,9 @@ import torch
 
 from deepinfer_core.api import DraftStep
 
-GROUP = 64
-"""The best of so many scores at a time are found first: sorting whole rows takes three times as long."""
+GROUP, MANY = 64, 5
+"""Of many rows the best of so many scores at a time are found first: sorting whole rows takes three times as long."""
 LARGEST = 60.0
-
-
-def margin(scores: torch.Tensor) -> torch.Tensor:
-    """``[R, V]`` scores -> ``[R]`` float32, how far the best is above the second, within 0 to 60."""
-    if scores.shape[1] % GROUP or scores.shape[1] == GROUP:
-        best, second = scores.topk(2, dim=-1).values.unbind(1)
-    else:
-        groups = scores.view(len(scores), -1, GROUP)
-        tops, which = groups.amax(-1).topk(2, dim=-1)
-        # The second best is the best of another group, or stands beside the best in its own.
-        own = groups.take_along_dim(which[:, :1, None], 1)[:, 0].topk(2, dim=-1).values
-        best, second = tops[:, 0], torch.maximum(tops[:, 1], own[:, 1])
-    return (best - second).to(torch.float32).nan_to_num(0.0, LARGEST, 0.0).clamp(0.0, LARGEST)
 
 
 class Margins:
@@ -38,9 +25,24 @@ class Margins:
 
     def choose(self, scores: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As ``DraftStep.choose``."""
-        self._found.append(margin(scores))
+        best, second = _two_best(scores)
+        self._found.append(best - second)
         return self._step.choose(scores, j)
 
     def all(self) -> torch.Tensor:
-        """``[R, n]`` float32."""
-        return torch.stack(self._found, 1)
+        """``[R, n]`` float32, how far the best score is above the second, within 0 to 60."""
+        found = torch.stack(self._found, 1).to(torch.float32)
+        return found.nan_to_num(0.0, LARGEST, 0.0).clamp(0.0, LARGEST)
+
+
+def _two_best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[R, V]`` -> ``[R]`` each."""
+    rows, count = scores.shape
+    if rows < MANY or count % GROUP or count == GROUP:
+        best, second = scores.topk(2, dim=-1).values.unbind(1)
+        return best, second
+    groups = scores.view(rows, -1, GROUP)
+    tops, which = groups.amax(-1).topk(2, dim=-1)
+    # The second best is the best of another group, or stands beside the best in its own.
+    own = groups.take_along_dim(which[:, :1, None], 1)[:, 0].topk(2, dim=-1).values
+    return tops[:, 0], torch.maximum(tops[:, 1], own[:, 1])
