@@ -298,7 +298,8 @@ class DraftSchedule(Protocol):
     def drafts(self, requests: int, fresh: int) -> int:
         """How many of the requests this step shall draft for: all, none, or a few to find out whether that pays.
 
-        The engine takes those whose last turn is longest ago. ``fresh`` of them never had one.
+        Among the requests are those within their prompts, or about to enter: they will be there in the next step. The
+        engine takes those that can be drafted for whose last turn is longest ago. ``fresh`` of them never had one.
         """
         ...
 

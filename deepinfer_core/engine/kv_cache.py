@@ -280,9 +280,12 @@ class KVCache:
 
     def readable(self, group: str, blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """``[N]`` blocks of a group -> whether anybody owns or can find them."""
-        distinct, where = np.unique(blocks, return_inverse=True)
         pool = self.groups[group].pool
-        found: np.ndarray[Any, Any] = np.array([pool.readable(b) for b in distinct.tolist()], bool)[where]
+        asked = np.zeros(int(blocks.max(initial=0)) + 1, bool)
+        asked[blocks] = True
+        for block in np.nonzero(asked)[0].tolist():
+            asked[block] = pool.readable(block)
+        found: Array = asked[blocks]
         return found
 
     def places(self, group: str, table: Array, requests: Array, positions: Array, next_positions: Array) -> Array:

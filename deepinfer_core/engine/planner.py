@@ -378,7 +378,8 @@ class Planner:
         if self.drafting is not None:
             for sequence in admitted:
                 self.drafting.entered(sequence.slot)
-            turn = self.drafting.turn(slots, starts + counts, samples, caps, total)
+            waiting = len(self.waiting) if admitted else 0
+            turn = self.drafting.turn(slots, starts + counts, samples, caps, total, waiting)
         plan = StepPlan(
             number=self.steps,
             slots=slots,

@@ -136,23 +136,33 @@ class DraftPlanner:
         own = table.unseeded[decodes] & (caps > 0) & (table.in_flight[decodes] == 0)
         return bool(own.any())
 
-    def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int) -> DraftTurn:
-        """``tops [R]``: the highest position the newest token of each may get; the plan is otherwise complete."""
+    def turn(self, slots: Array, tops: Array, samples: Array, caps: Array, total: int, waiting: int) -> DraftTurn:
+        """The plan is otherwise complete.
+
+        Args:
+            tops: ``[R]``, the highest position the newest token of each may get.
+            waiting: requests, while others enter. Whether drafting pays is asked for those of them that will have
+                room, and for those within their prompts too: a round takes the next step as well.
+        """
         if self._rests(slots):
             assert self._idle is not None
             return self._idle
-        room = (samples > 0) & (tops + self.reserve <= self.max_model_len)
-        wanted = int(room.sum())
-        if wanted and self.schedule is not None:
+        table = self.slots
+        lowest = tops - caps - table.slack[slots]
+        room = (samples > 0) & (tops + self.reserve <= self.max_model_len) & (lowest + 2 < table.max_len[slots])
+        if room.any() and self.schedule is not None:
+            blocks = self.cache.free_blocks // self.cache.blocks_for(int(tops.max()))  # as long as the longest now
+            to_come = min(waiting, table.num_free, blocks) + int((samples == 0).sum())
             fresh = int((self._last_turn[slots[room]] == 0).sum())
-            room = self._chosen(room, slots, self.schedule.drafts(wanted, fresh))
+            wanted = self.schedule.drafts(int(room.sum()) + to_come, fresh + to_come)
+            room = self._chosen(room, slots, wanted)
         propose = bool(room.any())
         if propose and self.reserve:
             for i in np.nonzero(room)[0].tolist():
-                slot, wanted = int(slots[i]), int(tops[i]) + self.reserve
-                room[i] = self.cache.can_grow(slot, wanted)
+                slot, most = int(slots[i]), int(tops[i]) + self.reserve
+                room[i] = self.cache.can_grow(slot, most)
                 if room[i]:
-                    self.cache.grow(slot, wanted)
+                    self.cache.grow(slot, most)
             propose = bool(room.any())
         self._offered[:] = False
         if propose:

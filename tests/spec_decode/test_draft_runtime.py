@@ -155,11 +155,32 @@ def test_nothing_is_drafted_where_one_token_is_left(tmp_path: Path) -> None:
     speculator = llm.engine.core.speculator
     assert speculator is not None
     drafter: Any = speculator.drafter
+    asked, propose = [], drafter.propose
+    drafter.propose = lambda step: asked.append(step) or propose(step)
     for tokens, most in ((1, 0), (2, 0), (3, 1), (5, 3)):
         drafter.heard.clear()
+        asked.clear()
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
         assert max((result.proposed for result in drafter.heard), default=0) == most
+        assert bool(asked) == bool(most)
     llm.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_requests_that_enter_by_and_by_are_asked_for_together(tmp_path: Path, ahead: bool) -> None:
+    """Prompts of 8 tokens, and 20 rows a step: the third prompt is cut, the others wait. With few blocks
+    they are not about to run."""
+    more = {"speculation__schedule": "confidence", "scheduling__async_scheduling": ahead}
+    prompts = [[n] * 8 for n in range(1, 7)]
+    for blocks, first in ((None, 6), (7, 3)):
+        groups = {**more, "scheduling__max_batch_tokens": 20, "kv_cache__num_blocks": blocks, "kv_cache__block_size": 4}
+        llm = open_toy(write_toy(tmp_path / "toy", "Count"), **drafting("told", **groups))
+        schedule: Any = llm.engine.core.planner.drafting.schedule  # type: ignore[union-attr]
+        asked: list[tuple[int, int]] = []
+        schedule.drafts = lambda requests, fresh, asked=asked: asked.append((requests, fresh)) or 0
+        llm.generate(list(prompts), GREEDY)
+        assert asked[0] == (first, first)
+        llm.close()
 
 
 def test_what_is_no_token_has_no_chance(tmp_path: Path) -> None:
@@ -204,7 +225,7 @@ def test_planned_drafts_that_never_came_are_taken_back(tmp_path: Path, ahead: bo
     expected = [o.outputs[0].token_ids for o in plain.generate(list(prompts), GREEDY)]
     TEXTS[:] = [p + e for p, e in zip(prompts, expected, strict=True)]
     assert [o.outputs[0].token_ids for o in fast.generate(list(prompts), GREEDY)] == expected
-    assert speculator.failures > 2
+    assert speculator.failures > 1
     assert speculator.accepted > 2
     plain.close()
     fast.close()

@@ -86,7 +86,7 @@ def test_while_stopped_it_runs_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
         assert rows == []
         wanted[0] = 1
-        llm.generate([[9, *range(12)]], SamplingParams(temperature=0, max_tokens=2))
+        llm.generate([[9, *range(12)]], SamplingParams(temperature=0, max_tokens=3))
         assert rows[:4] == [13, 1, 1, 1]
 
 

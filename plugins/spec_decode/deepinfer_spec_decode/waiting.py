@@ -203,8 +203,10 @@ def _any(masks: Iterable[Array]) -> Array:
 
 def _last(places: Array) -> Array:
     """``[T]`` which rows are the last in their place."""
-    mask = np.zeros(len(places), bool)
-    mask[len(places) - 1 - np.unique(places[::-1], return_index=True)[1]] = True
+    rows = np.arange(len(places))
+    last = np.zeros(int(places.max(initial=0)) + 1, np.int64)
+    last[places] = rows  # of equal places the last stays
+    mask: Array = last[places] == rows
     return mask
 
 
