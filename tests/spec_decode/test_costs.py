@@ -302,9 +302,12 @@ def test_drafting_that_cannot_pay_stops(requests: int) -> None:
 
 
 def test_a_start_that_is_clear_takes_two_probes() -> None:
-    """Drafting takes half of a round: of the first drafting the time is not known, the second decides."""
+    """Drafting takes half of a round: of the first drafting the time is not known, the second decides. Of few requests
+    drafts are soon enough in any case."""
     assert run(schedule(float), 16, 0.9, 20, drafting=1.0) == [PROBED] * 2 + [0] * 18
-    assert run(schedule(float), PROBED, 0.9, 20, drafting=1.0)[: ENOUGH // PROBED] == [PROBED] * (ENOUGH // PROBED)
+    for requests in (PROBED, ENOUGH):
+        first = run(schedule(float), requests, 0.9, 20, drafting=1.0)[: ENOUGH // PROBED]
+        assert first == [PROBED] * (ENOUGH // PROBED)
 
 
 def test_probes_in_vain_become_rarer_and_never_cease() -> None:
@@ -397,6 +400,16 @@ def test_new_requests_are_not_judged_by_the_text_before() -> None:
         if text >= 1:
             assert drafted[0] == 1
             assert sum(drafted[20:]) == (100 if pays else pytest.approx(0, abs=4))
+
+
+def test_a_text_that_begins_a_little_worse_is_drafted_on() -> None:
+    """Its drafts lose 4 %: they end drafting once there are as many as are remembered, and others at once."""
+    made = schedule(lambda rows: 1 + 0.2 * rows)
+    assert run(made, 1, 0.9, 60) == [1] * 60
+    assert run(made, 1, 0.2, REMEMBERED - 8, fresh=1) == [1] * (REMEMBERED - 8)
+    assert run(made, 1, 0.2, 60)[30:].count(1) <= 1
+    assert run(made, 1, 0.99, 300)[-1] == 1
+    assert run(made, 1, 0.01, REMEMBERED - 8, fresh=1)[16:].count(1) <= 1
 
 
 def test_fewer_requests_are_another_question() -> None:

@@ -44,6 +44,9 @@ PROBE_SHARE = 0.005
 HOPELESS = 0.8
 """Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
 more drafts are needed to stop."""
+CLEARLY = 0.95
+"""While drafting goes on and the drafts of new requests are few, all from where their text begins, it ends only below
+this ratio: what comes later is often easier."""
 SHORT = 4
 """Steps that drafted for all requests: where drafting stops sooner, beginning was an error of few drafts, and what it
 took counts as a probe's."""
@@ -115,7 +118,7 @@ class ConfidenceSchedule:
 
     def drafts(self, requests: int, fresh: int) -> int:
         few = min(requests, PROBED)
-        if self._count < ENOUGH and (few == requests or self._may_pay(requests)):
+        if self._count < ENOUGH and (requests <= ENOUGH or self._may_pay(requests)):
             return few
         if fresh == requests and not self._all_new:
             self._expect_others()
@@ -224,5 +227,7 @@ class ConfidenceSchedule:
         asked = (requests, self._count // ASKED_EACH if self._on else self._count)
         if self._asked != asked:
             self._asked = asked
-            self._answer = gain(np.stack(self._seen), requests, self.costs, self.costs.drafting(requests)) > 1.0
+            begins = self._on and len(self._seen) < REMEMBERED <= self._count
+            least = CLEARLY if begins else 1.0
+            self._answer = gain(np.stack(self._seen), requests, self.costs, self.costs.drafting(requests)) > least
         return self._answer
