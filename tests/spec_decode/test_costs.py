@@ -396,7 +396,7 @@ def test_new_requests_are_not_judged_by_the_text_before() -> None:
     made = schedule(lambda rows: 1 + 0.2 * rows)
     for text in range(6):
         pays = text % 2 == 1
-        drafted = run(made, 1, 0.97 if pays else 0.05, 120, fresh=1)
+        drafted = run(made, 1, 0.97 if pays else 0.05, 120, drafting=0.15, fresh=1)
         if text >= 1:
             assert drafted[0] == 1
             assert sum(drafted[20:]) == (100 if pays else pytest.approx(0, abs=4))
@@ -409,7 +409,7 @@ def test_a_text_that_begins_a_little_worse_is_drafted_on() -> None:
     assert run(made, 1, 0.2, REMEMBERED - 8, fresh=1) == [1] * (REMEMBERED - 8)
     assert run(made, 1, 0.2, 60)[30:].count(1) <= 1
     assert run(made, 1, 0.99, 300)[-1] == 1
-    assert run(made, 1, 0.01, REMEMBERED - 8, fresh=1)[16:].count(1) <= 1
+    assert run(made, 1, 0.01, REMEMBERED - 8, drafting=0.3, fresh=1)[16:].count(1) <= 1
 
 
 def test_fewer_requests_are_another_question() -> None:

@@ -44,7 +44,7 @@ PROBE_SHARE = 0.005
 HOPELESS = 0.8
 """Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
 more drafts are needed to stop."""
-CLEARLY = 0.95
+CLEARLY = 0.9
 """While drafting goes on and the drafts of new requests are few, all from where their text begins, it ends only below
 this ratio: what comes later is often easier."""
 SHORT = 4
