@@ -43,7 +43,7 @@ def _costs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConfidenceSchedule, "observe", observed)
     monkeypatch.setattr(StepCosts, "observe", lambda self, cost: None)
     monkeypatch.setattr(StepCosts, "drafting", lambda self, requests: 5e-6)
-    monkeypatch.setattr(schedule, "PROBE_SHARE", 1.0)
+    monkeypatch.setattr(schedule, "PROBE_SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("_costs_are_known")

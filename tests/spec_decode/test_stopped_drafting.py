@@ -137,7 +137,7 @@ def test_a_stopped_drafter_does_nothing_but_probes(
 ) -> None:
     """Counted, not timed: forward passes of the module, rows injected, drafts verified, in 12 requests' 480 tokens."""
     monkeypatch.setattr(ConfidenceSchedule, "_pays", lambda self, requests: False)
-    monkeypatch.setattr(schedule, "PROBE_SHARE", 1.0)  # as often as ``probe_steps`` allows, whatever drafting costs
+    monkeypatch.setattr(schedule, "PROBE_SHARE", 1e9)  # as often as ``probe_steps`` allows, whatever drafting costs
     groups: dict[str, Any] = {
         "scheduling": {"max_running": 12, "max_batch_tokens": 512},
         "kv_cache": {"prefix_cache": prefixes},
