@@ -44,9 +44,11 @@ PROBE_SHARE = 0.005
 HOPELESS = 0.8
 """Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
 more drafts are needed to stop."""
+YOUNG = 16
+"""Rounds of drafting in which requests that are all new are at the beginning of their text, which is harder to foretell
+than what follows."""
 CLEARLY = 0.9
-"""While drafting goes on and the drafts of new requests are few, all from where their text begins, it ends only below
-this ratio: what comes later is often easier."""
+"""For so long drafting ends only below this ratio, if all drafts remembered pay or are of as few rounds."""
 SHORT = 4
 """Steps that drafted for all requests: where drafting stops sooner, beginning was an error of few drafts, and what it
 took counts as a probe's."""
@@ -71,6 +73,8 @@ class ConfidenceSchedule:
         self._others = 0  # of those seen, how many stand for new requests
         self._all_new = False
         self._count = 0
+        self._rounds = 0  # of drafting
+        self._began_at = 0  # the rounds before all requests were new
         self._on = True
         self._idle_steps = 0
         self._clock = 0.0  # seconds in steps
@@ -202,7 +206,7 @@ class ConfidenceSchedule:
 
     def _expect_others(self) -> None:
         """Forget what the requests before said of their text; a few drafts of all requests stand for the new ones."""
-        self._asked = None
+        self._asked, self._began_at = None, self._rounds
         self._seen.clear()
         every = max(1, len(self._long) // KEPT_WHEN_STOPPED)
         ranked = sorted(self._long, key=lambda chances: float(chances.sum()))
@@ -220,6 +224,7 @@ class ConfidenceSchedule:
         most = max(REMEMBERED if self._on else KEPT_WHEN_STOPPED, len(chances))
         self._shorten(most)
         self._count += len(chances)
+        self._rounds += 1
         self._learned_on += len(chances)
 
     def _pays(self, requests: int) -> bool:
@@ -227,7 +232,11 @@ class ConfidenceSchedule:
         asked = (requests, self._count // ASKED_EACH if self._on else self._count)
         if self._asked != asked:
             self._asked = asked
-            begins = self._on and len(self._seen) < REMEMBERED <= self._count
-            least = CLEARLY if begins else 1.0
+            least = CLEARLY if self._on and self._begins(requests) else 1.0
             self._answer = gain(np.stack(self._seen), requests, self.costs, self.costs.drafting(requests)) > least
         return self._answer
+
+    def _begins(self, requests: int) -> bool:
+        """Whether the text is young, and nothing says that what follows will not pay."""
+        young = self._rounds - self._began_at < YOUNG
+        return young and (self._rounds < YOUNG or self._promise(requests) >= 1.0)
