@@ -14,9 +14,10 @@ import torch
 
 from deepinfer_core.api import ConfigError, DrafterContext, DraftStep
 
+from .log_loss import LARGEST_LOGIT
 from .needs import drafter_path
 from .settings import Settings
-from .sts import LARGEST_LOGIT, PLAIN, Scaling
+from .sts import PLAIN, Scaling
 
 FILE_NAME = "drafter_calibration.json"
 GREEDY = "greedy"

@@ -8,6 +8,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+LARGEST_LOGIT = 60.0
 ROUNDS, HALVINGS = 60, 20
 LEAST_GAIN = 1e-10
 PRIOR = 0.01
@@ -23,7 +24,7 @@ def least_log_loss(before: Array, features: Array, came: Array, start: Array, bo
     """
     w, loss = start.astype(np.float64), _loss(before, features, came, start, start)
     for _ in range(ROUNDS):
-        p = _sigmoid(features @ w)
+        p = sigmoid(features @ w)
         said = np.minimum(before * p, 1 - 1e-12)
         slope = np.where(came, p - 1, said * (1 - p) / (1 - said))
         gradient = features.T @ slope + PRIOR * (w - start)
@@ -45,11 +46,12 @@ def least_log_loss(before: Array, features: Array, came: Array, start: Array, bo
     return w
 
 
-def _sigmoid(x: Array) -> Array:
-    result: Array = 1 / (1 + np.exp(-np.clip(x, -60.0, 60.0)))
+def sigmoid(x: Array) -> Array:
+    """The argument kept within +-60."""
+    result: Array = 1 / (1 + np.exp(-np.clip(x, -LARGEST_LOGIT, LARGEST_LOGIT)))
     return result
 
 
 def _loss(before: Array, features: Array, came: Array, w: Array, start: Array) -> float:
-    said = np.clip(before * _sigmoid(features @ w), 1e-12, 1 - 1e-12)
+    said = np.clip(before * sigmoid(features @ w), 1e-12, 1 - 1e-12)
     return float(-np.log(np.where(came, said, 1 - said)).sum() + PRIOR / 2 * ((w - start) ** 2).sum())

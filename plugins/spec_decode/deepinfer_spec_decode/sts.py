@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from .log_loss import least_log_loss
+from .log_loss import least_log_loss, sigmoid
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,6 @@ GRID = np.exp(np.linspace(np.log(0.2), np.log(5.0), 81))
 
 STEEPEST = 5.0
 """Temperatures are looked for between one over this and this."""
-LARGEST_LOGIT = 60.0
 FEWEST = 50
 """Drafts of a position below which its temperature stays that of the position before it."""
 
@@ -57,8 +56,7 @@ PLAIN = Scaling()
 
 def tempered(logits: Array, temperature: float, bias: float | Array = 0.0) -> Array:
     """``sigmoid(logit / T + b)``, the argument kept within +-60."""
-    result: Array = 1 / (1 + np.exp(-np.clip(logits / temperature + bias, -LARGEST_LOGIT, LARGEST_LOGIT)))
-    return result
+    return sigmoid(logits / temperature + bias)
 
 
 def logits_of(confidence: Array) -> Array:
