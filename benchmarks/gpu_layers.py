@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
-import numpy as np
 import torch
 from common import finish, print_table
 from gpu_common import Results, build, compile_all, require_gpu
@@ -29,7 +27,6 @@ from deepinfer_core.api import (
     LinearRequest,
     PagedAttentionRequest,
     RmsNormRequest,
-    StepLayout,
 )
 
 ROWS = (1, 8, 32, 64, 256)
@@ -49,7 +46,6 @@ LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, DIM = (
 )
 EPS = 1e-6
 MERGED = (HEADS + 2 * KV_HEADS) * DIM
-SHARED_BYTES = 220_000
 COMMON: dict[str, Any] = {"dtype": "bfloat16", "device_type": "cuda"}
 SHAPES: dict[BetweenPart, tuple[int, int]] = {
     "attention_out": (HIDDEN, HEADS * DIM),
@@ -61,24 +57,6 @@ SHAPES: dict[BetweenPart, tuple[int, int]] = {
 
 def random(*shape: int, scale: float = 0.02) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
-
-
-def layout(rows: int) -> StepLayout:
-    """A step of one row each of so many requests, whose blocks lie one behind the other, from block 1 on."""
-    blocks = CONTEXT // BLOCK
-    table = 1 + torch.arange(rows * blocks, dtype=torch.int32, device="cuda").view(rows, blocks)
-    return StepLayout(
-        block_size=BLOCK,
-        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
-        seq_lens=torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda"),
-        positions=torch.full((rows,), CONTEXT - 1, dtype=torch.int64, device="cuda"),
-        block_table=table,
-        slot_mapping=table[:, -1].to(torch.int64) * BLOCK + (CONTEXT - 1) % BLOCK,
-        host_query_lens=np.ones(rows, np.int32),
-        host_seq_lens=np.full(rows, CONTEXT, np.int32),
-        max_query_len=1,
-        max_seq_len=CONTEXT,
-    )
 
 
 class Parts:
@@ -162,7 +140,9 @@ class Layers:
 
     def step(self, rows: int) -> Callable[[Any], torch.Tensor]:
         """A step of this many requests, which takes what stands between two attentions."""
-        where, blocks = layout(rows), CONTEXT // BLOCK
+        from deepinfer_nvidia_sm100.between_tuning import decode_layout
+
+        where, blocks = decode_layout(rows, CONTEXT, BLOCK, torch.device("cuda")), CONTEXT // BLOCK
         caches = [
             {name: random(rows * blocks + 1, BLOCK, KV_HEADS, DIM, scale=1.0) for name in ("key", "value")}
             for _ in range(LAYERS)
@@ -183,103 +163,51 @@ class Layers:
         return run
 
 
-def recorded_ms(call: Callable[[], torch.Tensor], rounds: int = 9) -> tuple[float, torch.Tensor]:
-    """Median of a recorded graph's times, and its result."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[rounds // 2], result.clone()
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 def measured(layers: Layers, rows: int, bandwidth: float) -> dict[str, float]:
     """Milliseconds both ways, in turns, and how far apart their logits are."""
+    from deepinfer_nvidia_sm100.between_tuning import difference
+    from deepinfer_nvidia_sm100.measure import recorded_us
+
     step = layers.step(rows)
     times: dict[str, list[float]] = {"parts": [], "region": []}
     logits: dict[str, torch.Tensor] = {}
     for name in ("parts", "region", "parts", "region"):
-        spent, logits[name] = recorded_ms(lambda name=name: step(getattr(layers, name)))
-        times[name].append(spent)
+        spent, logits[name] = recorded_us(lambda name=name: step(getattr(layers, name)), 9)
+        times[name].append(spent / 1000)
     floor = (weight_bytes(QWEN3_4B) + kv_bytes(QWEN3_4B, rows * CONTEXT)) / bandwidth * 1000
     found = {name: min(each) for name, each in times.items()}
     apart = difference(logits["region"], logits["parts"])
     return {**found, "floor": floor, "of_floor": floor / found["region"], "apart": apart}
 
 
-def others(tile: Any, part: BetweenPart) -> list[Any]:
-    """Tiles like this one, by descriptors or not, that let the next kernel in early or late."""
-    found = []
-    for splits in (1,) if part in ("gate_up", "qkv") else (2, 3):
-        for block_k, stages in ((64, 5), (128, 4), (128, 6)):
-            for described in (False, True):
-                sizes = {"splits": splits, "block_k": block_k, "stages": stages, "described": described}
-                found += [attrs.evolve(tile, late=late, **sizes) for late in (False, True)]
-    return [other for other in found if other.shared_bytes <= SHARED_BYTES]
-
-
 def search(layers: Layers, rows: int) -> dict[str, Any]:
     """The region's best tiles for this many rows, found one product after the other."""
+    from deepinfer_nvidia_sm100.between_tuning import improve, others, starting_tiles
+    from deepinfer_nvidia_sm100.measure import recorded_us
     from deepinfer_nvidia_sm100.tables import numbers_of
-    from triton.runtime.errors import OutOfResources
 
-    step, region = layers.step(rows), layers.region
-    if rows not in region.tiles:
-        region.tiles[rows] = starting_tiles(rows)
-    best, expected = recorded_ms(lambda: step(region))
+    region, run = layers.region, layers.step(rows)
+    region.tiles.setdefault(rows, starting_tiles(rows))
+    tiles = region.tiles[rows]
+    tried = {part: list(others(tile, part, rows, SHAPES[part][1])) for part, tile in tiles.items()}
 
-    def with_tile(part: BetweenPart, other: Any) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            kept = region.tiles[rows]
-            region.tiles[rows] = {**kept, part: other}
+    def step() -> torch.Tensor:
+        return run(region)
+
+    def with_tile(part: BetweenPart, other: Any) -> Callable[[], None]:
+        def call() -> None:
+            region.tiles[rows] = {**tiles, part: other}
             try:
-                return step(region)
+                step()
             finally:
-                region.tiles[rows] = kept
+                region.tiles[rows] = tiles
 
         return call
 
-    tried = {part: others(tile, part) for part, tile in region.tiles[rows].items()}
-    compile_all(with_tile(part, other) for part, found in tried.items() for other in found)
-    for part, found in tried.items():
-        for other in found:
-            try:
-                spent, logits = recorded_ms(with_tile(part, other), 5)
-            except (RuntimeError, OutOfResources):  # more registers or memory than there are
-                continue
-            if spent < best - 0.004 and difference(logits, expected) < 0.2:
-                best, region.tiles[rows] = spent, {**region.tiles[rows], part: other}
-    return {"ms": best, **{part: numbers_of(tile) for part, tile in region.tiles[rows].items()}}
-
-
-def starting_tiles(rows: int) -> dict[BetweenPart, Any]:
-    """By rule, where the table has norms as kernels of their own."""
-    from deepinfer_nvidia_sm100.ops.few_rows import Tile
-
-    block_m = next(size for size in (16, 32, 64) if size >= rows)
-    one = Tile(block_n=64, block_m=block_m, block_k=128, splits=1, stages=4, warps=4)
-    return {
-        "attention_out": attrs.evolve(one, splits=2),
-        "gate_up": attrs.evolve(one, block_n=128, block_k=64, stages=5),
-        "down": attrs.evolve(one, splits=3),
-        "qkv": one,
-    }
+    spent, expected = recorded_us(step)
+    compile_all(with_tile(part, other) for part, some in tried.items() for other in some)
+    spent = improve(region, rows, tried, step, spent, expected)
+    return {"ms": spent / 1000, **{part: numbers_of(tile) for part, tile in region.tiles[rows].items()}}
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ another tries its tiles. Where the region with its best tiles is not faster than
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +26,7 @@ from deepinfer_core.api import (
     StepLayout,
 )
 
-from .measure import rotations
+from .measure import recorded_us, rotations
 from .ops.between_attention import BetweenAttention, Tiles
 from .ops.few_rows import Tile, launch
 from .ops.normed_rows import Add, Scale
@@ -43,6 +42,8 @@ STEPS = ((64, 5), (64, 8), (128, 4), (128, 6))
 """Elements of K at a time, and stages of the pipeline."""
 GAIN = 0.998
 """A tile replaces another where steps take less than this part of their time."""
+LARGEST_DIFFERENCE = 0.2
+"""Of results of whole steps, relative: more is not rounding."""
 PART_SHAPES: dict[BetweenPart, tuple[str, str]] = {
     "attention_out": ("hidden", "attended"),
     "gate_up": ("gate_up", "hidden"),
@@ -103,6 +104,37 @@ def others(tile: Tile, part: BetweenPart, rows: int, inner: int) -> Iterator[Til
                         yield other
 
 
+def improve(
+    region: BetweenAttention,
+    rows: int,
+    tried: Mapping[BetweenPart, Sequence[Tile]],
+    step: Callable[[], torch.Tensor],
+    spent: float,
+    expected: torch.Tensor,
+) -> float:
+    """Give ``region.tiles[rows]`` the best of these tiles, one product after the other.
+
+    Args:
+        step: runs ``region`` for so many rows among other kernels, and gives ``expected`` but for rounding.
+        spent: microseconds of ``step`` with the tiles there are.
+
+    Returns:
+        Microseconds with the best.
+    """
+    tiles = region.tiles[rows]
+    for part, some in tried.items():
+        for other in some:
+            region.tiles[rows] = {**tiles, part: other}
+            try:
+                us, found = recorded_us(step)
+            except (RuntimeError, triton.runtime.errors.OutOfResources):  # more registers or memory than there are
+                continue
+            if us < GAIN * spent and difference(found, expected) < LARGEST_DIFFERENCE:
+                spent, tiles = us, region.tiles[rows]
+    region.tiles[rows] = tiles
+    return spent
+
+
 class BetweenTuner:
     """Some layers of a decode step with random weights, on ``device``."""
 
@@ -159,18 +191,10 @@ class BetweenTuner:
         self._compile(rows, tiles, tried)
         self.region.tiles[rows] = tiles
         spent, found = recorded_us(step)
-        if _apart(found, expected) > 0.2:
+        if difference(found, expected) > LARGEST_DIFFERENCE:
             raise RuntimeError(f"fused.between_attention by {tiles} differs from its parts")
-        for part, some in tried.items():
-            for other in some:
-                self.region.tiles[rows] = {**tiles, part: other}
-                try:
-                    us, found = recorded_us(step)
-                except (RuntimeError, triton.runtime.errors.OutOfResources):  # more registers or memory than there are
-                    continue
-                if us < GAIN * spent and _apart(found, expected) < 0.2:
-                    spent, tiles = us, self.region.tiles[rows]
-        self.region.tiles.pop(rows)
+        spent = improve(self.region, rows, tried, step, spent, expected)
+        tiles = self.region.tiles.pop(rows)
         layers = len(self._layers)
         return (tiles if spent < GAIN * by_parts else None), spent / layers, by_parts / layers
 
@@ -222,21 +246,8 @@ class BetweenTuner:
     def _step(self, rows: int) -> Any:
         """A step of this many requests over all layers."""
         attention, block = self._attention_request, self._attention_request.block_size
-        blocks = -(-CONTEXT // block)
-        table = 1 + torch.arange(rows * blocks, dtype=torch.int32, device=self._device).view(rows, blocks)
-        layout = StepLayout(
-            block_size=block,
-            cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
-            seq_lens=torch.full((rows,), CONTEXT, dtype=torch.int32, device=self._device),
-            positions=torch.full((rows,), CONTEXT - 1, dtype=torch.int64, device=self._device),
-            block_table=table,
-            slot_mapping=torch.zeros(rows, dtype=torch.int64, device=self._device),
-            host_query_lens=np.ones(rows, np.int32),
-            host_seq_lens=np.full(rows, CONTEXT, np.int32),
-            max_query_len=1,
-            max_seq_len=CONTEXT,
-        )
-        shape = (rows * blocks + 1, block, attention.kv_heads, attention.head_dim)
+        layout = decode_layout(rows, CONTEXT, block, self._device)
+        shape = (rows * layout.block_table.shape[1] + 1, block, attention.kv_heads, attention.head_dim)
         kept = getattr(torch, attention.cache_dtype)
         caches = [{name: self._random(*shape).to(kept) for name in ("key", "value")} for _ in self._layers]
         plan = self._attention.plan(layout)
@@ -253,32 +264,28 @@ class BetweenTuner:
         return step
 
 
-def recorded_us(step: Any, rounds: int = 7) -> tuple[float, torch.Tensor]:
-    """Median microseconds of a step in a graph, and its result."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) * 1000)
-    return statistics.median(times), result.clone()
+def decode_layout(rows: int, context: int, block_size: int, device: torch.device) -> StepLayout:
+    """A step of one row each of so many requests, whose blocks lie one behind the other, from block 1 on."""
+    blocks = -(-context // block_size)
+    table = 1 + torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
+    return StepLayout(
+        block_size=block_size,
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+        positions=torch.full((rows,), context - 1, dtype=torch.int64, device=device),
+        block_table=table,
+        slot_mapping=table[:, -1].to(torch.int64) * block_size + (context - 1) % block_size,
+        host_query_lens=np.ones(rows, np.int32),
+        host_seq_lens=np.full(rows, context, np.int32),
+        max_query_len=1,
+        max_seq_len=context,
+    )
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over that of ``expected``."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _no_reference(request: Any) -> Any:
-    raise NotImplementedError(f"{request.op} is not tuned")
+    raise LookupError(f"{request.op}: there are no reference operators while tiles are measured")

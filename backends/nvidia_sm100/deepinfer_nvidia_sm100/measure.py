@@ -51,6 +51,14 @@ def microseconds_once(calls: Sequence[Callable[[], object]], restore: Callable[[
     return statistics.median(times)
 
 
+def recorded_us(call: Callable[[], torch.Tensor], rounds: int = 7) -> tuple[float, torch.Tensor]:
+    """Median microseconds of a call in a graph, one replay a round, and its result."""
+    results: list[torch.Tensor] = []
+    graph = _recorded([lambda: results.append(call())])
+    _elapsed(graph, 1)
+    return statistics.median(_elapsed(graph, 1) for _ in range(rounds)), results[-1].clone()
+
+
 def _recorded(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
