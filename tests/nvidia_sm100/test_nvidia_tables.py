@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
-from deepinfer_nvidia_sm100 import between_tuning, table_file, tables
+from deepinfer_nvidia_sm100 import between_tuning, fixed_tuning, fp8_tuning, table_file, tables, tuning
 from deepinfer_nvidia_sm100.command import shapes_of, tune
 from deepinfer_nvidia_sm100.ops.between_attention import BetweenAttention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
@@ -192,6 +192,120 @@ def test_tuning_without_a_gpu_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
     plan.write_text("no")
     assert isinstance(CliRunner().invoke(tune, [str(plan)]).exception, ConfigError)
+
+
+BF16 = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
+LINEAR = row("gemm.linear", in_features=64, out_features=100, **BF16)
+INVARIANT = row("gemm.linear", in_features=64, out_features=100, **BF16, demands=["batch_invariant"])
+IN_FP8 = row("gemm.linear", in_features=256, out_features=128, **BF16, weight_dtype="fp8:e4m3:128x128")
+GATED = row("fused.gated_linear", width=30, in_features=64, dtype="bfloat16")
+
+
+def run_tune(path: Path, choices: list[dict[str, Any]], *arguments: str) -> Any:
+    """In ``path``, the table being ``tuned.json``; the result has the exit code as ``return_value``."""
+    (path / "plan.json").write_text(json.dumps({"plan": {"choices": choices}}))
+    given = [str(path / "plan.json"), "--out", str(path / "tuned.json"), *arguments]
+    return CliRunner().invoke(tune, given, standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("choices", "asked", "said"),
+    [
+        ([LINEAR, GATED], "fp8", ["has linear, gated_linear", "weights are in FP8"]),
+        ([LINEAR], "fixed_linear", ["has linear;", "--set features.batch_invariant=true"]),
+        ([INVARIANT, IN_FP8], "linear", ["has fixed_linear, fp8;", "--set model.dtype=bfloat16"]),
+        ([LINEAR], "between_attention", ["has linear;", "--set model.dtype=bfloat16"]),
+        ([], "gated_linear", ["has nothing that can be tuned;", "--set model.dtype=bfloat16"]),
+    ],
+)
+def test_a_section_that_the_plan_lacks_is_named_with_those_it_has(
+    tmp_path: Path, choices: list[dict[str, Any]], asked: str, said: list[str]
+) -> None:
+    """Also beside one that it has: what is asked for is measured, or it is an error."""
+    there = next((name for name in ("linear", "fixed_linear") if f" {name}" in said[0]), asked)
+    for more in ((), ("--only", there)):
+        error = run_tune(tmp_path, choices, *more, "--only", asked).exception
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith(f"--only {asked}: PLAN has no such layer, it {said[0]}")
+        assert said[1] in str(error)
+    assert not (tmp_path / "tuned.json").exists()
+
+
+@pytest.fixture
+def made_up_tuners(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """A GPU's times, made up; what is put into the result under a section's name is raised by its tuner."""
+    raised: dict[str, Exception] = {}
+
+    class Made:
+        def __init__(self, section: str) -> None:
+            self.section = section
+
+        def compile(self, shapes: Any, gated: bool = False) -> None:
+            pass
+
+        compile_fixed = compile
+
+        def best(self, *what: Any) -> dict[str, Any]:
+            section = "gated_linear" if what[-1] is True else self.section
+            rows = next(value for value in what if type(value) is int)
+            if section in raised and rows > 8:
+                raise raised[section]
+            return {"rows": rows, "tile": TILE, "us": 1.0, "cublas_us": 2.0, "answer": None}
+
+        def best_fixed(self, shape: Any) -> Any:
+            if "fixed_linear" in raised:
+                raise raised["fixed_linear"]
+            return [[64, NUMBERS]], 2, {1: 1.0}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(tuning, "Tuner", lambda: Made("linear"))
+    monkeypatch.setattr(fixed_tuning, "FixedTuner", lambda: Made("fixed_linear"))
+    monkeypatch.setattr(fp8_tuning, "Fp8Tuner", lambda: Made("fp8"))
+    return raised
+
+
+SAVED = {
+    "linear": ["linear"],
+    "gated_linear": ["gated_linear"],
+    "fixed_linear": ["fixed_linear"],
+    "fp8": ["fp8_plain"],
+}
+
+
+@pytest.mark.parametrize("broken", [[], ["linear"], ["gated_linear"], ["fixed_linear", "fp8"], list(SAVED)])
+def test_a_section_that_fails_leaves_the_others(
+    tmp_path: Path, made_up_tuners: dict[str, Exception], broken: list[str]
+) -> None:
+    for name in broken:
+        made_up_tuners[name] = torch.OutOfMemoryError(f"CUDA out of memory in {name}.\nFor debugging consider\n")
+    result = run_tune(tmp_path, [LINEAR, GATED, INVARIANT, IN_FP8])
+    assert result.exception is None
+    assert result.return_value == (1 if broken else 0)
+    expected = {part for name, parts in SAVED.items() if name not in broken for part in parts}
+    out = tmp_path / "tuned.json"
+    found = table_file.read(str(out)) if out.exists() else {}
+    assert {name for name, shapes in found.items() if shapes} == expected
+    assert ("written to" in result.output) == bool(expected)
+    failed = [line for line in result.output.splitlines() if line.startswith("failed: ")]
+    assert len(failed) == len(broken)
+    for line, name in zip(failed, broken, strict=True):
+        assert line.startswith(
+            f"failed: {name}: OutOfMemoryError: CUDA out of memory in {name}.; For debugging consider"
+        )
+        assert line.endswith(f"--only {name}")
+
+
+def test_a_region_that_was_asked_for_and_cannot_be_tuned_fails(
+    tmp_path: Path, made_up_tuners: dict[str, Exception]
+) -> None:
+    plan = between_plan()
+    plan[1]["request"]["merged"] = 2 * REGION["width"]
+    result = run_tune(tmp_path, plan, "--only", "between_attention", "--only", "linear")
+    assert result.return_value == 1
+    assert "failed: between_attention: ConfigError: two of its products have one shape" in result.output
+    assert table_file.read(str(tmp_path / "tuned.json"))["linear"]
+    assert run_tune(tmp_path, plan).return_value == 0
 
 
 REGION = {"hidden": 128, "attended": 128, "width": 384, "merged": 256, "eps": 1e-5, "dtype": "float16"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -10,14 +12,24 @@ import click
 
 from deepinfer_core.api import ConfigError, DeviceError
 
+from . import tune_sections
+from .tune_sections import Shapes, TunedFile, tune_all
+
 if TYPE_CHECKING:
     from .fp8_tables import Kind
 
     Fp8Shapes = dict[tuple[Kind, str], tuple[int, int, str]]
 
-Shapes = dict[str, tuple[int, int, str]]
-SECTIONS = ("linear", "gated_linear", "fixed_linear", "fp8", "between_attention")
-"""What is measured, by sections of the table: ``fixed_linear`` with gates, ``fp8`` either kind of rows."""
+IN_16_BITS = "add to deepinfer explain: --set model.dtype=bfloat16"
+SECTIONS = {
+    "linear": IN_16_BITS,
+    "gated_linear": IN_16_BITS,
+    "fixed_linear": "add to deepinfer explain: --set features.batch_invariant=true --set model.dtype=bfloat16",
+    "fp8": "explain a checkpoint whose weights are in FP8 with a scale for 128 columns",
+    "between_attention": IN_16_BITS,
+}
+"""What is measured, by sections of the table, and how a plan comes to have it: ``fixed_linear`` with gates, ``fp8``
+either kind of rows."""
 
 
 def choices_of(plan: Any) -> list[Any]:
@@ -75,6 +87,40 @@ def fp8_shapes_of(plan: Any) -> Fp8Shapes:
     return found
 
 
+def sections_of(plan: Any, only: Sequence[str]) -> dict[str, Callable[[TunedFile], None]]:
+    """What measures each section that the plan has; of those asked for, if any were.
+
+    Raises:
+        ConfigError: one that was asked for is not in the plan, or nothing is.
+    """
+    shapes, gated = shapes_of(plan)
+    fixed, fixed_gated = shapes_of(plan, invariant=True)
+    fp8_shapes = fp8_shapes_of(plan)
+    choices = choices_of(plan)
+    between = any(
+        choice["op"] == "fused.between_attention" and choice["request"].get("dtype") in ("bfloat16", "float16")
+        for choice in choices
+    )
+    found: dict[str, Callable[[TunedFile], None]] = {}
+    if shapes:
+        found["linear"] = partial(tune_sections.tune_linear, "linear", shapes)
+    if gated:
+        found["gated_linear"] = partial(tune_sections.tune_linear, "gated_linear", gated)
+    if fixed or fixed_gated:
+        found["fixed_linear"] = partial(tune_sections.tune_fixed, fixed, fixed_gated)
+    if fp8_shapes:
+        found["fp8"] = partial(tune_sections.tune_fp8, fp8_shapes)
+    if between:
+        found["between_attention"] = partial(tune_sections.tune_between, choices, "between_attention" in only)
+    for name in only:
+        if name not in found:
+            there = f"has {', '.join(found)}" if found else "has nothing that can be tuned"
+            raise ConfigError(f"--only {name}: PLAN has no such layer, it {there}; for {name} {SECTIONS[name]}")
+    if not found:
+        raise ConfigError(f"PLAN: no linear layer in 16 bits or FP8; {IN_16_BITS}")
+    return {name: measure for name, measure in found.items() if not only or name in only}
+
+
 @click.command()
 @click.argument("plan", type=click.File("r"))
 @click.option(
@@ -87,99 +133,31 @@ def fp8_shapes_of(plan: Any) -> Fp8Shapes:
 @click.option(
     "--only",
     multiple=True,
-    type=click.Choice(SECTIONS),
+    type=click.Choice(list(SECTIONS)),
     help="Measure this and nothing else of the plan. May be given several times.",
 )
-def tune(plan: IO[str], out: Path, only: tuple[str, ...]) -> None:
+def tune(plan: IO[str], out: Path, only: tuple[str, ...]) -> int:
     """Measure which kernel multiplies fastest on this GPU: few rows by 16-bit weights, any number of rows by FP8 ones,
     and a layer's products from one attention to the next, in one recorded step.
 
     PLAN is the output of `deepinfer explain --model MODEL --json`, or - for standard input. Takes about ten seconds a
     shape, and a minute for one of a plan with features.batch_invariant.
     Use the result with --set plugins.nvidia_sm100.table=FILE.
+    Exit code 1: a section could not be measured; the others are in the file.
     """
     try:
         found = json.load(plan)
     except ValueError as error:
         raise ConfigError(f"PLAN: no JSON: {error}") from error
-    shapes, gated = shapes_of(found)
-    fixed, fixed_gated = shapes_of(found, invariant=True)
-    fp8_shapes = fp8_shapes_of(found)
-    if only:
-        shapes, gated = (some if name in only else {} for name, some in (("linear", shapes), ("gated_linear", gated)))
-        fixed, fixed_gated = (some if "fixed_linear" in only else {} for some in (fixed, fixed_gated))
-        fp8_shapes = fp8_shapes if "fp8" in only else {}
-    between = choices_of(found) if not only or "between_attention" in only else []
-    between = between if any(choice["op"] == "fused.between_attention" for choice in between) else []
-    if not shapes and not gated and not fixed and not fp8_shapes and not between:
-        raise ConfigError("PLAN: no linear layer in 16 bits; add to deepinfer explain: --set model.dtype=bfloat16")
+    sections = sections_of(found, only)
     import torch
 
     if not torch.cuda.is_available():
         raise DeviceError("tune: torch sees no GPU on this machine; check: nvidia-smi")
-    from .tuning import ROWS, Tuner, entries, save
-
-    tuner = Tuner()
-    count = len(shapes) + len(gated) + len(fixed) + len(fixed_gated) + len(fp8_shapes)
-    click.echo(f"compiling for {count} shapes", err=True)
-    for section, some in (("linear", shapes), ("gated_linear", gated)):
-        ends_in_gate = section == "gated_linear"
-        tuner.compile(some.values(), gated=ends_in_gate)
-        for name, shape in some.items():
-            measured = [tuner.best(shape, rows, ends_in_gate) for rows in ROWS]
-            save(out, {name: entries(measured)}, section)
-            gain = [m["cublas_us"] / m["us"] for m in measured]
-            click.echo(f"{section} {name}: {min(gain):.2f} to {max(gain):.2f} times as fast as cuBLAS", err=True)
-    if fixed or fixed_gated:
-        _tune_fixed(fixed, fixed_gated, out)
-    if fp8_shapes:
-        _tune_fp8(fp8_shapes, out)
-    if between:
-        _tune_between(between, out)
-    click.echo(f"written to {out}; use: --set plugins.nvidia_sm100.table={out}")
-
-
-def _tune_fixed(shapes: Shapes, gated: Shapes, out: Path) -> None:
-    from .fixed_tuning import FixedTuner
-    from .tuning import ROWS, entries, save
-
-    tuner = FixedTuner()
-    tuner.compile_fixed((shapes | gated).values())
-    tuner.compile(gated.values(), gated=True)
-    for name, shape in (shapes | gated).items():
-        found, splits, times = tuner.best_fixed(shape)
-        save(out, {name: found}, "fixed_linear")
-        spent = ", ".join(f"{rows} rows {us:.1f} us" for rows, us in times.items())
-        click.echo(f"fixed_linear {name}: K in {splits} parts, {spent}", err=True)
-        if name in gated and splits == 1:
-            measured = [tuner.best(shape, rows, True, most_splits=1) for rows in ROWS]
-            save(out, {name: entries(measured)}, "fixed_gated_linear")
-
-
-def _tune_fp8(shapes: Fp8Shapes, out: Path) -> None:
-    from .fp8_tuning import ROWS, Fp8Tuner, entries
-    from .tuning import save
-
-    tuner = Fp8Tuner()
-    tuner.compile(shapes.values())
-    for (kind, name), shape in shapes.items():
-        measured = [tuner.best(kind, shape, rows) for rows in ROWS]
-        save(out, {name: entries(measured)}, f"fp8_{kind}")
-        rate = max(2e-6 * shape[0] * shape[1] * m["rows"] / m["us"] for m in measured)
-        click.echo(f"{name} in FP8, rows {kind}: up to {rate:.0f} TFLOP/s", err=True)
-
-
-def _tune_between(choices: list[Any], out: Path) -> None:
-    from .between_tuning import ROWS, BetweenTuner, requests_of
-    from .tuning import save
-
-    requests = requests_of(choices)
-    if requests is None:
-        click.echo("between_attention: its products' shapes, or its attention, are not what can be tuned", err=True)
-        return
-    tuner = BetweenTuner(*requests)
-    found = {}
-    for rows in ROWS.values():
-        found[rows], us, by_parts = tuner.best(rows)
-        click.echo(f"between_attention, {rows} rows: {us:.1f} us a layer, by its parts {by_parts:.1f}", err=True)
-    save(out, tuner.entries(found), "between_attention")
+    tuned = TunedFile(out)
+    failed = tune_all(sections, tuned)
+    if tuned.written:
+        click.echo(f"written to {out}: {', '.join(tuned.written)}; use: --set plugins.nvidia_sm100.table={out}")
+    for name, reason in failed.items():
+        click.echo(f"failed: {name}: {reason}; try it again: deepinfer tune PLAN --out {out} --only {name}", err=True)
+    return 1 if failed else 0
