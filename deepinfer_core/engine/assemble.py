@@ -103,7 +103,7 @@ def _build(
     clock: Callable[[], float],
     wrap_op: WrapOp | None,
 ) -> Engine:
-    spec, config, device = planned.spec, planned.config, planned.device
+    spec, config = planned.spec, planned.config
     check_tensors(checkpoint.weights, spec.tensors)
     if tokenizer is not None:
         check_tokenizer(tokenizer, spec.vocab_size)
@@ -137,7 +137,6 @@ def _build(
     committer = Committer(
         planner=planner,
         needs=runner.needs,
-        device=device,
         tokenizer=tokenizer,
         clock=clock,
         speculator=speculator,

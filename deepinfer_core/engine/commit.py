@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 import numpy as np
-import torch
 
-from deepinfer_core.api import Device, Verified
+from deepinfer_core.api import Verified
 from deepinfer_core.tokenizer import Tokenizer
 
 from .host_logprobs import HostLogprobs
+from .host_result import HostResult
 from .launched_step import LaunchedStep, ReadyStep, StepResult
 from .outputs import FinishReason, Logprob, RequestError, StreamDelta, TokenLogprobs
 from .planner import Planner
@@ -60,7 +60,6 @@ class Committer:
         *,
         planner: Planner,
         needs: SlotNeeds,
-        device: Device,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
         speculator: Speculator | None = None,
@@ -68,24 +67,22 @@ class Committer:
         self.planner = planner
         self.slots = planner.slots
         self.needs = needs
-        self.device = device
         self.tokenizer = tokenizer
         self.clock = clock
         self.speculator = speculator
         if speculator is not None:
             planner.on_preempted = speculator.forget
 
-    def commit(self, step: LaunchedStep, result: StepResult) -> Committed:
+    def commit(self, step: LaunchedStep, result: HostResult) -> Committed:
         """Apply one step's result, in launch order."""
-        out, ready = Committed(), result.ready
-        plan = ready.plan
+        out, ready = Committed(), result.device.ready
+        plan, tokens, proposed = ready.plan, result.tokens, result.device.proposed
         self.slots.in_flight[plan.slots] -= 1
         for rows, logprobs in zip(ready.inputs.prompts, result.prompts, strict=True):
-            self._add_prompt_logprobs(rows.request, HostLogprobs.fetch(self.device, logprobs), rows.targets, rows.k)
-        if result.sampled is None:
+            self._add_prompt_logprobs(rows.request, logprobs, rows.targets, rows.k)
+        if tokens is None:
             publish(self.planner, plan.slots, plan.starts + plan.counts)
         else:
-            tokens = self.device.download(result.sampled.tokens)
             kept, computed, drafted = self._accept(step, plan, tokens)
             broken = ready.inputs.sample_slots[tokens < 0]
             if len(broken):
@@ -94,8 +91,8 @@ class Committer:
             publish(self.planner, plan.slots, computed)
             self._look(ready, result, tokens, kept, out)
             self._tell_drafter(drafted)
-        if self.planner.drafting is not None and result.proposed is not None:
-            self.planner.drafting.known(result.proposed.slots, result.proposed.chances)
+        if self.planner.drafting is not None and proposed is not None:
+            self.planner.drafting.known(proposed.slots, proposed.chances)
         release_finished(self.planner, plan.slots)
         return out
 
@@ -229,7 +226,7 @@ class Committer:
         table.committed[slots[drawn]] = positions[drawn] + 1  # ascending within a slot: the last one stays
         out.output_tokens += int(drawn.sum())
 
-    def _look(self, step: ReadyStep, result: StepResult, tokens: Array, kept: Array, out: Committed) -> None:
+    def _look(self, step: ReadyStep, result: HostResult, tokens: Array, kept: Array, out: Committed) -> None:
         """Go through the rows that may end something or that somebody watches, in token order."""
         table, slots, positions = self.slots, step.inputs.sample_slots, step.inputs.sample_positions
         stops = (table.stop_ids[slots, : table.stop_width] == tokens[:, None]).any(axis=1) & (
@@ -241,7 +238,6 @@ class Committer:
         rows = np.nonzero(live & (stops | full | first | (tokens < 0) | table.needs_host[slots]))[0].tolist()
         if not rows:
             return
-        logprobs = _LogprobRows(result, self.device)
         owners = [table.sequence[slot] for slot in slots[rows].tolist()]
         looked = zip(rows, owners, *(a[rows].tolist() for a in (tokens, positions, stops, full, first)), strict=True)
         for row, sequence, token, position, stop, at_limit, is_first in looked:
@@ -255,21 +251,21 @@ class Committer:
                 slot, known = sequence.slot, position + (token >= 0)
                 after = int(table.committed[slot]) - known
                 table.committed[slot] = known
-            self._add_token(sequence, row, token, stop, at_limit, logprobs, out)
+            self._add_token(sequence, row, token, stop, at_limit, result, out)
             if after and sequence.status == "running":
                 table.committed[sequence.slot] += after
             else:
                 out.output_tokens -= after
 
     def _add_token(
-        self, sequence: Sequence, row: int, token: int, stops: bool, full: bool, logprobs: _LogprobRows, out: Committed
+        self, sequence: Sequence, row: int, token: int, stops: bool, full: bool, result: HostResult, out: Committed
     ) -> None:
         if token < 0:
-            self.finish(sequence, "error", out, error=logprobs.why_no_token(row))
+            self.finish(sequence, "error", out, error=_why_no_token(result.device, row))
             return
         request = sequence.request
         if sequence.logprobs is not None:
-            sequence.logprobs.append(self._entries(*logprobs.at(row), token, self.needs.logprobs_of(sequence.slot)))
+            sequence.logprobs.append(self._entries(*result.logprobs[row], token, self.needs.logprobs_of(sequence.slot)))
         delta, stopped = "", None
         if sequence.detokenizer is not None:
             delta = sequence.detokenizer.push((token,))
@@ -344,30 +340,13 @@ class Committer:
             request.prompt_logprobs.append(self._entries(result, row, token, k))
 
 
-class _LogprobRows:
-    """Finds the log-probabilities of a sampled row, and why a row has no token."""
-
-    def __init__(self, result: StepResult, device: Device) -> None:
-        assert result.sampled is not None
-        self._sampled = result.sampled
-        self._masks = result.masks
-        self._where: dict[int, tuple[HostLogprobs, int]] = {}
-        needs = result.ready.needs
-        for rows, part in ((needs.raw_rows, result.sampled.raw), (needs.processed_rows, result.sampled.processed)):
-            if part is not None:
-                found = HostLogprobs.fetch(device, part)
-                self._where.update((row, (found, i)) for i, row in enumerate(rows.tolist()))
-
-    def at(self, row: int) -> tuple[HostLogprobs, int]:
-        return self._where[row]
-
-    def why_no_token(self, row: int) -> RequestError:
-        if self._masks is not None and row in self._masks.errors:
-            return RequestError("constraint", self._masks.errors[row])
-        if row in self._sampled.errors:
-            return RequestError("internal", self._sampled.errors[row])
-        logits = self._sampled.logits[row]
-        broken = bool((torch.isnan(logits) | (logits == float("inf"))).any())
-        if broken:
-            return RequestError("nan_logits", "the model produced NaN or infinite logits for this request")
-        return RequestError("no_allowed_token", "masks and bans left no token that could be generated")
+def _why_no_token(result: StepResult, row: int) -> RequestError:
+    assert result.sampled is not None
+    if result.masks is not None and row in result.masks.errors:
+        return RequestError("constraint", result.masks.errors[row])
+    if row in result.sampled.errors:
+        return RequestError("internal", result.sampled.errors[row])
+    highest = float(result.sampled.logits[row].max())  # NaN if there is one
+    if np.isnan(highest) or highest == float("inf"):
+        return RequestError("nan_logits", "the model produced NaN or infinite logits for this request")
+    return RequestError("no_allowed_token", "masks and bans left no token that could be generated")

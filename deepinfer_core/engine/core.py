@@ -15,6 +15,7 @@ from deepinfer_core.api import InvalidRequestError
 
 from .commit import Committed, Committer
 from .constraint import Constraints
+from .host_result import HostResult
 from .launched_step import LaunchedStep
 from .outputs import FinishReason, RequestError
 from .planner import Planner
@@ -228,15 +229,16 @@ class EngineCore:
         self.observer.wait_starts(step.plan, step.event)
         try:
             result = step.event.wait()
+            self.observer.wait_ends()
+            found = HostResult.fetch(self.runner.device, result)
         except BaseException as error:
             failed = self._step_failed(step, error)
             if isinstance(error, Exception):
                 return failed
             self._collect(failed)
             raise  # an interrupt: the step's requests ended, the engine is clean
-        self.observer.wait_ends()
         self.planner.step_succeeded()
-        out = self.committer.commit(step, result)
+        out = self.committer.commit(step, found)
         timing = self.observer.committed(out.output_tokens)
         self.planner.step_cost.record(len(result.ready.inputs.positions), timing.seconds)
         if self.planner.drafting is not None and result.cost is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -95,3 +95,20 @@ def test_free_memory_counts_what_torch_keeps_unused(calls: list[str]) -> None:
 )
 def test_no_memory_is_told_from_other_faults(calls: list[str], error: Any, full: bool) -> None:
     assert opened().is_out_of_memory(error) is full
+
+
+def test_no_memory_for_what_is_read_back_is_told_as_such(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands between the allocation and the engine, which asks the device what the error means."""
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    def empty(*_: Any, **more: Any) -> torch.Tensor:
+        assert more["pin_memory"]
+        raise full
+
+    device, tensor = opened(), torch.arange(3)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        device.download(tensor)
+    assert caught.value is full
+    assert device.is_out_of_memory(caught.value)
