@@ -109,6 +109,29 @@ def test_a_context_in_many_chunks() -> None:
     torch.testing.assert_close(found, scene.formula(window=None, softcap=None, sinks=None), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("name", ["decode rows", "a long context", "drafts", "requests without rows"])
+def test_turned_tiles_equal_the_formula(name: str, rows: int) -> None:
+    """Windows, caps and sinks among them; and tokens read at once in one block, in some, and across blocks' ends."""
+    sinks = torch.linspace(-2, 3, Q_HEADS)
+    for dtype in DTYPES:
+        cases: list[tuple[dict[str, object], torch.Tensor | None, int]] = [({}, None, BLOCK)]
+        if dtype == "float32":
+            more: list[tuple[dict[str, object], torch.Tensor | None]] = [({}, None), ({"window": 30}, None)]
+            more += [({"sinks": True}, sinks), ({"softcap": 1.5}, None)]
+            cases += [(changes, given, size) for changes, given in more for size in (5, BLOCK, 32, 64, 128)]
+        for changes, given, block_size in cases:
+            scene = Scene(*STEPS[name], dtype=getattr(torch, dtype), block_size=block_size)
+            wanted = request(dtype, block_size=block_size, **changes)
+            op, where = operator(wanted), here(scene.layout)
+            op._several = attrs.evolve(op._several, rows=16, turned=True)
+            op._few = attrs.evolve(op._few, rows=rows, turned=True)
+            found = op.run(here(scene.query), here(scene.cache), op.plan(where), None if given is None else here(given))
+            expected = scene.formula(window=wanted.window, softcap=wanted.softcap, sinks=given)
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
 INVARIANT = frozenset({"kv_layout:paged", "batch_invariant"})
 
 

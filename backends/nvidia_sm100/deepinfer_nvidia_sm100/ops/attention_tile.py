@@ -98,6 +98,49 @@ def attend_places(
 
 
 @triton.jit
+def attend_turned(
+    acc, top, total, queries, position, keys_at, values_at, inside, token, real, scale, softcap,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIKE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`attend_places` turned over: tokens and channels are the matrix unit's rows, members its columns.
+
+    ``queries [HEAD_DIM, M]``, ``acc [HEAD_DIM, M]``, ``position`` and ``top [M]``, of scores before the scale, which is
+    not negative. The unit takes 8 columns but 16 rows: of four heads half the work is for nothing instead of three
+    quarters, and half the weights. ``keys_at``, ``values_at [BLOCK_N]``: pointers to where a token's block begins,
+    ``inside [BLOCK_N]`` int32: where it lies there; without a window all of them are tokens of the context, so that
+    nothing has to be masked. ``total [BLOCK_N, M]`` is summed over tokens by the caller, in the end."""
+    factor = scale * LOG2E
+    if SOFTCAP:
+        factor = 1.0
+    channel = tl.arange(0, HEAD_DIM)
+    keys = tl.load(keys_at[:, None] + (inside[:, None] + channel[None, :]))
+    scores = tl.dot(keys, queries, input_precision=PRECISION)
+    if SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores * scale / softcap) - 1.0) * LOG2E
+    if ALIKE:
+        seen = real[:, None]
+    else:
+        seen = token[:, None] <= position[None, :]
+        if WINDOW > 0:
+            seen = seen & (token[:, None] > position[None, :] - WINDOW)
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=0))
+    base = tl.where(higher == float("-inf"), 0.0, higher) * factor
+    weights = tl.exp2(tl.fma(scores, factor, -base[None, :]))
+    shrink = tl.exp2(tl.fma(top, factor, -base))
+    total = tl.fma(total, shrink[None, :] + tl.zeros_like(total), weights)
+    # Read turned over: turned afterwards they would not come by asynchronous copies.
+    values_at = values_at[None, :] + (inside[None, :] + channel[:, None])
+    if WINDOW > 0:
+        values = tl.load(values_at, mask=real[None, :], other=0.0)
+    else:
+        values = tl.load(values_at)
+    acc = tl.dot(values, weights.to(values.dtype), acc * shrink[None, :], input_precision=PRECISION)
+    return acc, higher, total
+
+
+@triton.jit
 def attend_block(
     acc, top, total, queries, position, key_cache, value_cache, table, n, lowest, end, scale, softcap, kv_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,

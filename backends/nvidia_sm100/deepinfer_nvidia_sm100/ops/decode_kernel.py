@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tile import attend_places, in_half
+from .attention_tile import LOG2E, attend_places, attend_turned, in_half
 from .chunk_results import finish, put_together
 from .dependent import let_next_in, wait_turn
 
@@ -50,6 +50,35 @@ def places_of(
         return begin + beside % BLOCK_SIZE * STRIDE
 
 
+@triton.jit
+def begins_of(
+    found, blocks, n, high, kv_head, PIECES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Where the blocks of the tokens from n on begin, for one key head, and where the tokens lie in them; for those
+    at ``high`` and beyond, places of tokens before it."""
+    beside = tl.arange(0, BLOCK_N)
+    if PIECES == 0:
+        token = tl.minimum(n + beside, high - 1)
+        block = tl.load(blocks + token // BLOCK_SIZE).to(tl.int64)
+        return block * (BLOCK_SIZE * STRIDE) + kv_head * HEAD_DIM, token % BLOCK_SIZE * STRIDE
+    else:
+        last = (high - 1) // BLOCK_SIZE
+        most = (high - 1) % BLOCK_SIZE * STRIDE
+        number = n // BLOCK_SIZE
+        begin = tl.zeros((BLOCK_N,), tl.int64) + (found[0].to(tl.int64) * (BLOCK_SIZE * STRIDE) + kv_head * HEAD_DIM)
+        limit = tl.zeros((BLOCK_N,), tl.int32) + tl.where(number < last, BLOCK_SIZE * STRIDE, most)
+        for piece in tl.static_range(1, PIECES):
+            place = found[piece].to(tl.int64) * (BLOCK_SIZE * STRIDE) + kv_head * HEAD_DIM
+            begin = tl.where(beside // BLOCK_SIZE == piece, place, begin)
+            limit = tl.where(
+                beside // BLOCK_SIZE == piece, tl.where(number + piece < last, BLOCK_SIZE * STRIDE, most), limit
+            )
+        if PIECES == 1:
+            return begin, tl.minimum((n % BLOCK_SIZE + beside) * STRIDE, limit)
+        return begin, tl.minimum(beside % BLOCK_SIZE * STRIDE, limit)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     query,
@@ -83,6 +112,7 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (entries * KV_HEADS), neighbours the heads of one entry; past the list's end nothing is done. TOKENS rows a
@@ -91,7 +121,7 @@ def decode_kernel(
     Results of tiles of one chunk are written to ``out``; others to ``partial [results, KV_HEADS, TOKENS * group,
     HEAD_DIM]`` float32 and its logarithms of sums, base 2. Under MERGE the program that writes the last of them puts
     them together; ``arrived [results, KV_HEADS]`` int32 holds zeros, before and afterwards. PIECES: blocks that hold
-    BLOCK_N tokens, or 0 where the two do not fit.
+    BLOCK_N tokens, or 0 where the two do not fit. TURNED: by :func:`.attention_tile.attend_turned`.
     """
     let_next_in(DEPENDENT)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
@@ -124,24 +154,50 @@ def decode_kernel(
         source = query + (row * query_stride_t + head * query_stride_h)[:, None] + channel[None, :]
         queries = tl.load(source, mask=live[:, None], other=0.0)
         factor = scale
+        if TURNED:
+            turned = tl.trans(queries)
         if key_cache.dtype.element_ty == tl.float8e4nv and query.dtype.element_ty == tl.bfloat16:
             queries, by_row = in_half(queries)
             factor = scale * by_row
         position = start + token_row
-        acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        if TURNED:
+            acc = tl.zeros((HEAD_DIM, BLOCK_M), tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        if TURNED:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            total = tl.zeros((BLOCK_M,), tl.float32)
         for n in range(low, high, BLOCK_N):
             token = n + tl.arange(0, BLOCK_N)
-            real = token < high
+            beside = tl.arange(0, BLOCK_N)
+            real = beside < high - n  # not token < high: a sum less for each token that a thread reads
             if WINDOW > 0:
-                real = real & (token > start - WINDOW)
-            place = places_of(found, blocks, n, last_block, PIECES, BLOCK_SIZE, BLOCK_N, STRIDE) + kv_head * HEAD_DIM
-            found = looked_up(blocks, n + BLOCK_N, last_block, PIECES, BLOCK_SIZE)
-            acc, top, total = attend_places(
-                acc, top, total, queries, position, key_cache, value_cache, place[:, None] + channel[None, :], token,
-                real, factor, softcap, HEAD_DIM, BLOCK_N, WINDOW, SOFTCAP, True, TOKENS == 1, False, PRECISION,
-            )  # fmt: skip
+                real = real & (beside > start - WINDOW - n)
+            if TURNED:
+                begin, inside = begins_of(
+                    found, blocks, n, high, kv_head, PIECES, BLOCK_SIZE, BLOCK_N, STRIDE, HEAD_DIM
+                )
+                found = looked_up(blocks, n + BLOCK_N, last_block, PIECES, BLOCK_SIZE)
+                acc, top, total = attend_turned(
+                    acc, top, total, turned, position, key_cache + begin, value_cache + begin, inside, token, real,
+                    factor, softcap, HEAD_DIM, WINDOW, SOFTCAP, TOKENS == 1, PRECISION,
+                )  # fmt: skip
+            else:
+                place = places_of(found, blocks, n, last_block, PIECES, BLOCK_SIZE, BLOCK_N, STRIDE)
+                place += kv_head * HEAD_DIM
+                found = looked_up(blocks, n + BLOCK_N, last_block, PIECES, BLOCK_SIZE)
+                acc, top, total = attend_places(
+                    acc, top, total, queries, position, key_cache, value_cache, place[:, None] + channel[None, :],
+                    token, real, factor, softcap, HEAD_DIM, BLOCK_N, WINDOW, SOFTCAP, True, TOKENS == 1, False,
+                    PRECISION,
+                )  # fmt: skip
+        if TURNED:
+            acc = tl.trans(acc)
+            total = tl.sum(total, axis=0)
+            if not SOFTCAP:
+                top = top * (factor * LOG2E)
         if chunks == 1:
             finish(acc, top, total, out, sinks, row, head, live, Q_HEADS, HEAD_DIM, SINKS)
         else:

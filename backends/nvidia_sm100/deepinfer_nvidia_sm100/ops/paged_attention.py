@@ -30,7 +30,7 @@ FIXED_CHUNK = 256
 MOST_MERGED = 4
 """Programs of a tile up to which the last to arrive puts chunks together; more are left to a launch of their own."""
 PROGRAMS_EACH = 4
-"""Programs for each multiprocessor that cutting contexts aims at: as many as fit."""
+"""Programs for each multiprocessor that cutting contexts aims at."""
 FIXED_EACH = 3
 """The same for fixed chunks."""
 MOST_PIECES = 8
@@ -39,12 +39,14 @@ MOST_PIECES = 8
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """Tile sizes of one launch: BLOCK_M rows times heads, BLOCK_N tokens, warps, pipeline stages."""
+    """Tile sizes of one launch: BLOCK_M rows times heads, BLOCK_N tokens, warps, pipeline stages; ``turned``: tokens
+    are the matrix unit's rows."""
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    turned: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +81,9 @@ class Paged:
         self._fixed = "batch_invariant" in request.demands
         self._device = context.device
         self._group = request.q_heads // request.kv_heads
+        kept_alike = request.cache_dtype == request.dtype in ("bfloat16", "float16")
+        turned = kept_alike and request.head_dim <= 128 and self._group <= 16 and request.scale >= 0
+        turned = turned and not self._fixed
         self._programs = (FIXED_EACH if self._fixed else PROGRAMS_EACH) * _multiprocessors(context.device)
         results = 2 * context.max_tokens + self._programs // request.kv_heads + 1
         self._arrived = torch.zeros(results * request.kv_heads, dtype=torch.int32, device=context.device)
@@ -113,6 +118,8 @@ class Paged:
         if self._fixed and single:
             self._few = self._many  # in float32 a sum's order follows the tile: all rows go through tiles of one size
         self._several = self._few
+        if turned:
+            self._few = Shape(rows=max(8, power_of_two(self._group)), tokens=64, warps=4, stages=2, turned=True)
         if self._fixed and self._few.warps == 2:
             # Under two warps the fixed chunks of several rows of a request spill registers; on 10.x those of one do.
             self._several = attrs.evolve(self._few, warps=4)
@@ -128,7 +135,7 @@ class Paged:
                 return Plan(layout=layout, launches=())
             launch = self._launch(self._few, None, layout, len(counts), layout.max_seq_len, True)
             return Plan(layout=layout, launches=(launch,))
-        few = self._few.rows // self._group
+        few = self._several.rows // self._group
         is_few = counts <= few
         starts = np.cumsum(counts) - counts
         launches = []
@@ -232,7 +239,7 @@ class Paged:
         decode_kernel[(work.bound * request.kv_heads,)](
             *given, partial, lse, self._arrived, sinks, table, work.entries, work.length, *sizes,
             FIELDS=FIELDS, TOKENS=tokens, PIECES=pieces, MERGE=merge, MERGED_ROWS=power_of_two(members),
-            **common, **more,
+            TURNED=launch.shape.turned, **common, **more,
         )  # fmt: skip
         if not merge:
             many = launch.tiles is None and work.programs > 16 * launch.count
