@@ -291,6 +291,8 @@ def profile_steps(
     rounds: int,
     progress: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
+    seconds: float | None = None,
+    share: Callable[[float], None] | None = None,
 ) -> StepProfile:
     """Load a model and measure steps over a grid of prompt rows, decode rows and contexts. Needs torch.
 
@@ -299,12 +301,15 @@ def profile_steps(
         rounds: how often each point of the grid is measured.
         progress: told what is measured next.
         clock: seconds. ``time.process_time`` leaves out what other processes take of a shared host.
+        seconds: for all of it, compiling and loading apart: points of the grid that would take longer are left out,
+            largest first, but for the smallest eight. None: the whole grid.
+        share: told the share of the work that is done, from 0 to 1.
 
     Raises:
         DeepInferError: the engine cannot be opened.
     """
     profile: StepProfile = LazyRef("deepinfer_core.engine.step_profile:profile_steps").load()(
-        settings, rounds=rounds, progress=progress, clock=clock
+        settings, rounds=rounds, progress=progress, clock=clock, seconds=seconds, share=share
     )
     return profile
 

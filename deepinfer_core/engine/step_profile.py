@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,16 @@ from deepinfer_core.config import load_config, override
 
 from .assemble import Engine
 from .open_engine import open_engine
+from .profile_grid import Asked, Point, grid
 from .sampling_params import SamplingParams
 from .step_plan import StepPlan
 from .step_shape import step_shape
 from .step_timing import StepTiming
 
-CONTEXTS = (8, 128, 512, 2048)
-DECODED = 12
-"""Tokens that each request of a decode point produces."""
+LEAST_POINTS = 8
+"""Run however long they take, for without them there is no table: prompts of up to 64 tokens, and one that decodes."""
+LATE = 4
+"""Steps of the others before a request that comes late."""
 
 
 def profile_steps(
@@ -30,12 +32,15 @@ def profile_steps(
     rounds: int,
     progress: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
+    seconds: float | None = None,
+    share: Callable[[float], None] | None = None,
 ) -> StepProfile:
     """See :func:`deepinfer_core.api.simulation.profile_steps`."""
     config = override(load_config(), {"logging.progress": False, **settings}, source="profile-steps")
     engine = open_engine(config, clock=clock)
     try:
-        samples = _Profiler(engine).run(rounds, progress)
+        profiler = _Profiler(engine, rounds, seconds, progress, share or (lambda done: None))
+        samples = profiler.run()
         plan = engine.planned.plan
         facts = {
             "model": engine.planned.spec.architecture,
@@ -44,6 +49,8 @@ def profile_steps(
             "version": deepinfer_core.__version__,
             "max_batch_tokens": engine.intake.limits.max_batch_tokens,
             "max_running": engine.intake.limits.max_running,
+            "points": len(profiler.kept),
+            "points_left_out": len(profiler.points) - len(profiler.kept),
             **plan.facts,
         }
     finally:
@@ -52,78 +59,144 @@ def profile_steps(
 
 
 class _Profiler:
-    """Sends small loads through an engine and keeps the shape and time of every step."""
+    """Sends small loads through an engine and keeps the shape and time of every step.
 
-    def __init__(self, engine: Engine) -> None:
+    Each point runs once, so that whatever is lazy happens and prefixes are cached, and then ``rounds`` times, in turns
+    with the others as long as the cache has room for the prefixes of all. Points that would take longer than is left
+    of ``seconds``, by the steps measured before them, are left out.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rounds: int,
+        seconds: float | None,
+        progress: Callable[[str], None],
+        share: Callable[[float], None],
+    ) -> None:
         self.engine = engine
         self.core = engine.core
+        self.rounds = rounds
+        self.seconds = seconds
+        self.progress = progress
+        self.share = share
+        self.points = grid(engine.intake.limits)
+        self.kept: list[Point] = []
         self.random = np.random.default_rng(0)
         self.samples: list[StepSample] = []
+        self._rows = engine.intake.limits.max_batch_tokens
+        self._caches = engine.planned.config.kv_cache.prefix_cache
+        self._shared: dict[Point, list[list[int]]] = {}
+        self._took: dict[Point, float] = {}  # of those that later rounds measure again
+        shared = sum(each.shared for point in self.points for each in point.requests)
+        self._lasts = not self._caches or shared <= engine.intake.limits.capacity // 2
+        self._steps: dict[int, float] = {}  # rows -> wall seconds of the last such step: what others will take
         self._shapes: dict[int, StepShape] = {}
+        self._ended = 0.0  # the last step, by the wall
+        self._done = 0
+        self._measuring: Point | None = None
+        self._spent = 0.0
         self._names = 0
-        limits = engine.intake.limits
-        self.longest = min(limits.max_model_len, limits.capacity)
-        self.capacity = limits.capacity
-        self.rows = limits.max_batch_tokens
-        self.running = limits.max_running
 
-    def run(self, rounds: int, progress: Callable[[str], None]) -> Sequence[StepSample]:
+    def run(self) -> Sequence[StepSample]:
         observer = self.core.observer
-        points = list(self._points())
-        for round in range(-1, rounds):  # the first one lets lazy initialisation happen
-            for number, (name, load) in enumerate(points, 1):
-                progress(f"round {round + 1} of {rounds}, point {number} of {len(points)}: {name}")
-                if round == 0 and number == 1:
-                    observer.plan_watchers.append(self._planned)
-                    observer.watchers.append(self._committed)
-                load()
-        observer.plan_watchers.remove(self._planned)
-        observer.watchers.remove(self._committed)
+        observer.plan_watchers.append(self._planned)
+        observer.watchers.append(self._committed)
+        try:
+            for number, point in enumerate(self.points, 1):
+                if self._has_time(point):
+                    self.progress(f"round 1 of {self.rounds}, point {number} of {len(self.points)}: {point.name}")
+                    self._first(point)
+                later = self.rounds - 1 if point in self._took else 0
+                self._tell((1 + self.rounds - later) * point.size(self._rows))
+            for round in range(1, self.rounds):
+                for number, (point, took) in enumerate(self._took.items(), 1):
+                    if self.seconds is None or self._spent + took <= self.seconds:
+                        place = f"point {number} of {len(self._took)}"
+                        self.progress(f"round {round + 1} of {self.rounds}, {place}: {point.name}")
+                        self._spent += self._measure(point)
+                    self._tell(point.size(self._rows))
+        finally:
+            observer.plan_watchers.remove(self._planned)
+            observer.watchers.remove(self._committed)
         return self.samples
 
-    def _points(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Prompts alone, in one chunk or in several; decoding at several contexts; both together."""
-        for prompt in sorted({*_powers(min(self.rows, self.longest - 1)), min(self.longest - 1, 4 * self.rows)}):
-            yield f"a prompt of {prompt} tokens", lambda n=prompt: self._send([(n, 1)])  # type: ignore[misc]
-        for running in _powers(self.running):
-            for context in CONTEXTS:
-                if context + DECODED < self.longest and running * (context + DECODED + 32) <= self.capacity:
-                    load = [(context, DECODED)] * running
-                    yield f"{running} requests decode at {context} tokens", lambda load=load: self._send(load)  # type: ignore[misc]
-        for prompt in _powers(min(self.rows, self.longest - 1))[3::2]:
-            load = [(8, 3 * DECODED)] * min(8, self.running - 1) + [(prompt, 1)]
-            yield f"a prompt of {prompt} tokens beside decoding", lambda load=load: self._send(load, 1)  # type: ignore[misc]
+    def _tell(self, size: int) -> None:
+        self._done += size
+        all_points = (1 + self.rounds) * sum(point.size(self._rows) for point in self.points)
+        of_the_time = self._spent / self.seconds if self.seconds else 0.0
+        self.share(min(1.0, max(self._done / all_points, of_the_time)))
 
-    def _send(self, load: Sequence[tuple[int, int]], late: int = 0) -> None:
-        """Run requests of these prompt and output lengths; the last ``late`` come once the others decode."""
-        self._add(load[: len(load) - late])
-        for _ in range(4 if late else 0):
+    def _has_time(self, point: Point) -> bool:
+        """Whether what is left of the time does for this point, and the later rounds of those before it."""
+        if self.seconds is None or len(self.kept) < LEAST_POINTS:
+            return True
+        later = (self.rounds - 1) * sum(self._took.values())
+        own = self._expected(point, False) + self.rounds * self._expected(point, self._caches)
+        return self._spent + later + own <= self.seconds
+
+    def _expected(self, point: Point, cached: bool) -> float:
+        """Seconds, by the steps measured so far: between two sizes, or in proportion beyond the largest."""
+        rows = np.array(list(point.steps(self._rows, cached)), np.float64)
+        known = np.array(sorted(self._steps.items()))
+        largest = known[-1, 0]
+        seconds = np.interp(rows, known[:, 0], known[:, 1]) * np.maximum(rows / largest, 1.0)
+        return float(seconds.sum())
+
+    def _first(self, point: Point) -> None:
+        """Once for what is lazy, once measured. What compiles then takes nothing from the time."""
+        self._shared[point] = [self._ids(each.shared) for each in point.requests]
+        began = time.monotonic()
+        self._send(point)
+        first = time.monotonic() - began
+        took = self._measure(point)
+        self._spent += min(first, self._expected(point, False)) + took
+        self.kept.append(point)
+        if self._lasts or not any(each.shared for each in point.requests):
+            self._took[point] = took
+        else:
+            self._spent += sum(self._measure(point) for _ in range(1, self.rounds))
+
+    def _measure(self, point: Point) -> float:
+        self._ended = began = time.monotonic()
+        self._measuring = point
+        self._send(point)
+        self._measuring = None
+        return time.monotonic() - began
+
+    def _send(self, point: Point) -> None:
+        requests = list(zip(self._shared[point], point.requests, strict=True))
+        early = len(requests) - point.late
+        self._add(requests[:early])
+        for _ in range(LATE if point.late else 0):
             self.core.step()
-        self._add(load[len(load) - late :])
+        self._add(requests[early:])
         while self.core.has_unfinished:
             self.core.step()
 
-    def _add(self, load: Sequence[tuple[int, int]]) -> None:
-        limits = self.engine.intake.limits
-        for prompt, output in load:
+    def _add(self, requests: Sequence[tuple[list[int], Asked]]) -> None:
+        for shared, asked in requests:
             self._names += 1
-            ids = self.random.integers(0, limits.vocab_size, prompt).tolist()
-            params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-            now = self.core.clock()
+            params = SamplingParams(temperature=0, max_tokens=asked.output, ignore_eos=True)
+            ids, now = [*shared, *self._ids(asked.fresh)], self.core.clock()
             name = f"profile-{self._names}"
             self.core.add([self.engine.intake.request(name, ids, params, now=now, stream=False)])
 
+    def _ids(self, count: int) -> list[int]:
+        ids: list[int] = self.random.integers(0, self.engine.intake.limits.vocab_size, count).tolist()
+        return ids
+
     def _planned(self, plan: StepPlan) -> None:
-        self._shapes[plan.number] = step_shape(plan, self.core.planner.slots)
+        if self._measuring is not None:
+            self._shapes[plan.number] = step_shape(plan, self.core.planner.slots)
 
     def _committed(self, timing: StepTiming) -> None:
         shape = self._shapes.pop(timing.number, None)
-        if shape is not None:
-            # One step ahead, the host's work is hidden behind the device's; otherwise a step is all of it.
-            seconds = timing.seconds if self.core.ahead else timing.commit_end - timing.plan_start
+        if shape is None or self._measuring is None:
+            return
+        now = time.monotonic()
+        self._steps[shape.tokens], self._ended = now - self._ended, now
+        # One step ahead, the host's work is hidden behind the device's; otherwise a step is all of it.
+        seconds = timing.seconds if self.core.ahead else timing.commit_end - timing.plan_start
+        if not self._measuring.decodes or shape.prefill == 0:
             self.samples.append(StepSample(shape=shape, seconds=seconds))
-
-
-def _powers(limit: int) -> list[int]:
-    """1, 2, 4, ... and the limit itself."""
-    return sorted({*(1 << bit for bit in range(limit.bit_length())), limit} - {0})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from deepinfer_scheduler.commands import profile_steps as profile_command
+from deepinfer_scheduler.commands.bar import Bar
 from deepinfer_scheduler.cost_table import read_table
 from deepinfer_scheduler.figures import Collector, Targets
 from deepinfer_scheduler.plot import pareto
@@ -16,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys.checkpoints import toy_settings, write_toy
 
-from deepinfer_core.api.simulation import SimulatedRequest, SimulatedResult, SimulationTotals
+from deepinfer_core.api.simulation import SimulatedRequest, SimulatedResult, SimulationTotals, profile_steps
 from deepinfer_core.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -131,7 +134,50 @@ def test_profile_steps_writes_a_table_that_simulate_takes(run: Run, tmp_path: Pa
     assert (found.facts["max_batch_tokens"], found.facts["max_running"]) == (32, 4)
     assert found.rows[:, 0].tolist() == [1, 2, 4, 8, 16, 32]
     assert found.rows[0, 1] > 0
+    assert found.facts["points_left_out"] == 0
+    assert "100% round 1 of 1" in err
     assert run("simulate", *SMALL, "--cost-table", str(table))[0] == 0
+
+
+def test_a_profile_says_what_it_left_out(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    write_toy(tmp_path / "toy", "PrefixHash")
+    monkeypatch.setenv("DEEPINFER_PLUGINS__PATHS", ",".join(toy_settings()["plugins.paths"]))
+    asked: dict[str, Any] = {}
+
+    def measure(settings: Any, **given: Any) -> Any:
+        asked.update(given, settings=settings)
+        return profile_steps(settings, **given | {"seconds": 1e-9})
+
+    monkeypatch.setattr(profile_command, "measure", measure)
+    arguments = ("profile-steps", "--model", str(tmp_path / "toy"), "--out", str(tmp_path / "costs.json"), "--quick")
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert (asked["rounds"], asked["seconds"]) == (1, 10)
+    assert "8 of " in out
+    assert "what is larger is extrapolated. All of them: --seconds 0" in out
+    assert read_table(tmp_path / "costs.json").facts["max_running"] == 256
+    run(*arguments, "--rounds", "2", "--seconds", "0")
+    assert (asked["rounds"], asked["seconds"]) == (2, None)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_how_far_a_long_command_is(terminal: bool) -> None:
+    to = StringIO()
+    to.isatty = lambda: terminal  # type: ignore[method-assign]
+    with Bar(to) as bar:
+        for number in range(101):
+            bar.show(f"point {number}")
+            bar.advance(number / 100)
+    text = to.getvalue()
+    if terminal:
+        last = text.split("\r")[-1]
+        assert last.startswith("[########################] 100% point 100 ")
+        assert last.endswith("\n")
+        assert "\r[############------------]  50% point 50 " in text
+        assert text.count("\n") == 1
+    else:
+        assert 9 <= text.count("\n") <= 10
+        assert " 50% point 50\n" in text
 
 
 def test_idle_report(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
