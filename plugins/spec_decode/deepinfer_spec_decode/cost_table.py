@@ -34,6 +34,11 @@ LOADS = 0.1
 slope is believed depends on how much more than that rows a second differ between the steps fitted to."""
 ALIKE_IN_A_ROW = 8
 """Steps that other work slows alike: so many tell no more than one."""
+LATELY = 8
+FAR_OFF = 2
+"""A step counts as off from what was expected by at most so many times the median of that many last ones, or
+:data:`LOADS`. Other work that falls on the few steps of one size would else be all that is known of it. What all steps
+take from now on is believed after half of them."""
 FADING = 0.1
 """Of a slope that steps of one size neither confirm nor deny, at each fit."""
 DRAFT_SAMPLES = 9
@@ -128,6 +133,7 @@ class StepCosts:
         seconds = np.array([cost for _, cost in table], np.float64)
         self.seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         self._steps: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._off: deque[float] = deque([0.0] * (LATELY // 2), maxlen=LATELY)
         self._since_fit = 0
         self._drafts: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
@@ -177,10 +183,18 @@ class StepCosts:
         self._learn_drafting(cost)
         if not cost.decode or cost.rows == 0:
             return
-        self._steps.append((cost.rows, cost.target_seconds))
+        self._steps.append((cost.rows, self._believed(cost.rows, cost.target_seconds)))
         self._since_fit += cost.steps
         if self._since_fit >= (FIT_EACH if self.fits else FIRST_FIT):
             self._fit()
+
+    def _believed(self, rows: int, seconds: float) -> float:
+        """What a step took, or as much of it as one step is taken at its word for."""
+        expected = float(self(np.array([rows]))[0])
+        off = seconds / expected - 1
+        self._off.append(abs(off))
+        most = FAR_OFF * max(median(self._off), LOADS)
+        return expected * (1 + min(max(off, -most), most))
 
     def _learn_drafting(self, cost: VerifyCost) -> None:
         """What drafting cost, as it would where the table was measured.
