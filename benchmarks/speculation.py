@@ -312,8 +312,7 @@ def calibration(options: argparse.Namespace) -> dict[str, Any]:
     path = Path(drafter_path(DRAFTERS["dspark"][1]) or "") / FILE_NAME
     texts = {kind: prompts(kind, 2 * count, seed=11)[count:] for kind in KINDS}
     found = {}
-    for mode in MODES:
-        kinds = {kind: records_of(mode, texts[kind], options) for kind in KINDS}
+    for mode, kinds in records_of(texts, options).items():
         records = joined(list(kinds.values()))
         scaling = read_scaling(path, "dspark", mode) or PLAIN
         before, after = records.survival(PLAIN), records.survival(scaling)
@@ -336,16 +335,23 @@ def calibration(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def records_of(mode: str, texts: list[str], options: argparse.Namespace) -> Records:
-    """What became of drafts after these prompts, with confidences as the module says them."""
-    rule, temperature = MODES[mode]
+def records_of(texts: dict[str, list[str]], options: argparse.Namespace) -> dict[str, dict[str, Records]]:
+    """What became of drafts after these prompts, by mode and kind, with confidences as the module says them.
+
+    One engine has all modes: rejection judges the requests that have no seed.
+    """
+    found: dict[str, dict[str, Records]] = {}
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "drafts.jsonl"
-        with open_llm(
-            "dspark", 5, verify=rule, calibration="off", record=str(file), accelerator=options.accelerator
-        ) as llm:
-            llm.generate(texts, params(temperature, options.tokens, len(texts), rule == "exact"))
-        return read_records(file, rule)
+        more = {"calibration": "off", "record": str(file), "accelerator": options.accelerator}
+        with open_llm("dspark", 5, verify="rejection", **more) as llm:
+            for mode, (rule, temperature) in MODES.items():
+                found[mode] = {}
+                for kind, some in texts.items():
+                    llm.generate(some, params(temperature, options.tokens, len(some), rule == "exact"))
+                    found[mode][kind] = read_records(file, rule)
+                    file.unlink()
+    return found
 
 
 def joined(parts: list[Records]) -> Records:
