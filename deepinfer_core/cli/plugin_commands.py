@@ -7,7 +7,19 @@ import click
 from deepinfer_core.api import PluginError
 from deepinfer_core.config import load_config
 from deepinfer_core.engine.logs import configure_logging
-from deepinfer_core.plugins import claimed, load_plugins, resolve
+from deepinfer_core.plugins import Registry, claimed, load_plugins, resolve
+
+
+def command_names() -> list[str]:
+    """Of all commands that plugins have."""
+    return list(claimed(_registry(), "command"))
+
+
+def _registry() -> Registry:
+    config = load_config()
+    configure_logging(config.logging)
+    plugins = config.plugins
+    return load_plugins(plugins.allow, plugins.block, strict=plugins.strict, files=plugins.paths)
 
 
 def find_command(name: str) -> click.Command | None:
@@ -16,10 +28,7 @@ def find_command(name: str) -> click.Command | None:
     Raises:
         PluginError: two plugins have it, or the one that has it cannot be used.
     """
-    config = load_config()
-    configure_logging(config.logging)
-    plugins = config.plugins
-    registry = load_plugins(plugins.allow, plugins.block, strict=plugins.strict, files=plugins.paths)
+    registry = _registry()
     if name not in claimed(registry, "command"):
         return None
     plugin, info = resolve(registry, "command", name)

@@ -76,7 +76,7 @@ def _installed(config: PluginsConfig) -> tuple[list[PluginRow], PluginError | No
     discovery = discover()
     problem = None
     try:
-        selection = select(discovery, config.allow, config.block, ())
+        selection = select(discovery, config.allow, config.block, {})
         chosen, failures = selection.chosen, selection.failures
     except PluginError as error:
         problem, chosen, failures = error, discovery.candidates, discovery.failures

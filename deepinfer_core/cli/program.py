@@ -51,7 +51,9 @@ class Program(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            near = get_close_matches(name, BUILT_IN, n=1)
+            from .plugin_commands import command_names
+
+            near = get_close_matches(name, [*BUILT_IN, *command_names()], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ", nor does a plugin have one"
             raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
         return super().resolve_command(ctx, args)

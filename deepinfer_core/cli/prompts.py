@@ -93,20 +93,20 @@ def _parse(line: str, origin: str) -> PromptItem:
         raise InvalidRequestError(f"{origin}: expected an object with one of {', '.join(_KINDS)}")
     value = record.pop(kinds[0])
     if kinds == ["prompt"]:
-        _check(isinstance(value, str), origin, "prompt", "a string")
+        _check(isinstance(value, str), origin, "prompt", value, "a string")
         return PromptItem(text=value, sampling=record, origin=origin)
     if kinds == ["messages"]:
         is_list = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-        _check(is_list, origin, "messages", "a list of objects with role and content")
+        _check(is_list, origin, "messages", value, "a list of objects with role and content")
         return PromptItem(messages=value, sampling=record, origin=origin)
     is_list = isinstance(value, list) and all(type(token) is int for token in value)
-    _check(is_list, origin, "prompt_token_ids", "a list of integers")
+    _check(is_list, origin, "prompt_token_ids", value, "a list of integers")
     return PromptItem(token_ids=value, sampling=record, origin=origin)
 
 
-def _check(holds: bool, origin: str, field: str, expected: str) -> None:
+def _check(holds: bool, origin: str, field: str, value: object, expected: str) -> None:
     if not holds:
-        raise InvalidRequestError(f"{origin}: {field}: expected {expected}")
+        raise InvalidRequestError(f"{origin}: {field}={value!r:.200}: expected {expected}")
 
 
 def _as_chat(item: PromptItem) -> PromptItem:

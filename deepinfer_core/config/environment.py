@@ -87,4 +87,5 @@ def _unknown(name: str, more: Collection[str]) -> ConfigError:
     known = [FILE_VARIABLE, *more]
     for setting in all_settings().values():
         known.extend(setting.env)
-    return ConfigError(f"unknown environment variable {name}{nearest(name, known)}")
+    near = nearest(name, known) or f"; unset it: settings are written {ENV_PREFIX}GROUP__FIELD"
+    return ConfigError(f"unknown environment variable {name}{near}")

@@ -12,7 +12,7 @@ import attrs
 from deepinfer_core.api import ConfigError
 
 from .accept import Text
-from .settings import all_settings, group_of, nearest
+from .settings import all_settings, group_of, instead_of
 
 
 @attrs.frozen
@@ -77,7 +77,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
     for layer in layers:
         for path, given in layer.items():
             if not _is_setting(path):
-                raise ConfigError(f"unknown setting {path!r} (from {given.source}){nearest(path, all_settings())}")
+                raise ConfigError(f"unknown setting {path!r} (from {given.source}){instead_of(path)}")
             merged[path] = given
     return merged
 

@@ -100,3 +100,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
         if found:
             return f"; did you mean {names[found[0]]!r}?"
     return ""
+
+
+def instead_of(path: str) -> str:
+    """What an unknown path may have meant: the nearest setting or group, else the fields of its group, or all there
+    is."""
+    tables = ("ops", "plugins")
+    group = path.partition(".")[0]
+    if group == path and (found := get_close_matches(path, [*_groups(), *tables], n=1, cutoff=0.75)):
+        return f"; did you mean the group {found[0]!r}?"
+    if found_setting := nearest(path, all_settings()):
+        return found_setting
+    if group in _groups():
+        fields = (setting.removeprefix(f"{group}.") for setting in all_settings() if setting.startswith(f"{group}."))
+        return f"; {group} has {', '.join(fields)}"
+    alone = (setting for setting in all_settings() if "." not in setting)
+    return f"; there are {', '.join(sorted({*alone, *_groups(), *tables}))}"

@@ -12,6 +12,7 @@ import attrs
 
 from deepinfer_core import __version__
 from deepinfer_core.api import API_VERSION, ConfigError, DeviceError
+from deepinfer_core.plugins.nearest import suggest
 
 from .case import Case, Mismatch, NotApplicable, Refused, Tier, asked
 from .gaps import Gap, check_names
@@ -73,7 +74,7 @@ def run(
         jobs: processes that ask at the same time, each with the backend opened for itself.
 
     Raises:
-        ConfigError: an unknown family or policy, or a gap that names no case.
+        ConfigError: an unknown family or policy, a demand that nobody meets, or a gap that names no case.
         PluginError: the backend is broken. DeviceError: it has no device here, and more than hygiene was asked.
     """
     if backend is None and policy is None:
@@ -84,6 +85,7 @@ def run(
     target = open_for(backend, families, plugins, providers)
     target.demands = frozenset(demands)
     try:
+        _check_demands(target)
         if jobs > 1:
             asked = Asked(
                 backend=backend,
@@ -103,6 +105,12 @@ def run(
     finally:
         target.close()
     return attrs.evolve(report, results=report.results + about_policy)
+
+
+def _check_demands(target: Target) -> None:
+    caps = {cap for _, provider in target.providers for cap in provider.caps}
+    for demand in sorted(target.demands - caps):
+        raise ConfigError(f"--demand {demand!r}: no provider has this cap{suggest(demand, caps)}")
 
 
 def policy_report(policy: str, tier: str, results: Sequence[Result]) -> Report:

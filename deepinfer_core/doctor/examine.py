@@ -94,7 +94,7 @@ def examine(
 def _selected(allow: Any, block: Any) -> tuple[tuple[Candidate, ...], list[Finding]]:
     discovery = discover()
     try:
-        selection = select(discovery, allow, block, ())
+        selection = select(discovery, allow, block, {})
     except PluginError as error:
         fix = "deepinfer plugins"
         broken = Finding(plugin="", check="selection", severity="error", text=str(error), fix=fix)

@@ -23,6 +23,7 @@ from .sampling_params import SamplingParams, is_text, real_number
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` with request fields beside it."""
 
+PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 REQUEST_FIELDS = ("priority", "tenant", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "timeout_ms", "cache_salt")
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 512, 64
 """Every slot has a table of as many and as long bad words as any request ever had."""
@@ -144,9 +145,9 @@ class Intake:
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], dict[str, Any]]:
         fields: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
-            fields = {k: v for k, v in prompt.items() if k not in ("prompt", "prompt_token_ids")}
+            fields = {k: v for k, v in prompt.items() if k not in PROMPT_FIELDS}
             _check_fields(fields)
-            given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+            given = [k for k in PROMPT_FIELDS if prompt.get(k) is not None]
             if len(given) != 1:
                 raise InvalidRequestError(f"prompt={dict(prompt)!r}: give 'prompt' or 'prompt_token_ids', one of them")
             prompt = prompt[given[0]]
@@ -182,7 +183,8 @@ class Intake:
             raise InvalidRequestError("prompt is empty: expected at least one token")
         if len(ids) >= limits.max_model_len:
             raise InvalidRequestError(
-                f"prompt has {len(ids)} tokens: expected fewer than max_model_len={limits.max_model_len}"
+                f"prompt has {len(ids)} tokens: expected fewer than max_model_len={limits.max_model_len}: shorten it, "
+                "or raise model.max_model_len as far as the checkpoint goes"
             )
         if len(ids) >= limits.capacity:
             raise InvalidRequestError(
@@ -270,7 +272,8 @@ def _is_id(value: Any) -> bool:
 def _check_fields(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name not in REQUEST_FIELDS:
-            raise InvalidRequestError(f"prompt field {name!r}: expected one of {', '.join(REQUEST_FIELDS)}")
+            known = ", ".join((*PROMPT_FIELDS, *REQUEST_FIELDS))
+            raise InvalidRequestError(f"prompt field {name!r}: expected one of {known}")
         if value is None:
             continue
         if name in ("tenant", "cache_salt"):

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import attrs
 
-from deepinfer_core.api import InvalidRequestError
+from deepinfer_core.api import ConfigError, InvalidRequestError
 from deepinfer_core.config import EngineConfig, load_config, override, shown_values
 from deepinfer_core.plugins import WrapOp, explain_plan
 from deepinfer_core.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class LLM:
 
         ``variables`` reach the chat template (``tools`` and whatever else it reads).
         """
-        if not isinstance(messages, Sequence):
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InvalidRequestError(f"messages={messages!r}: expected a list of messages, or a list of such lists")
         batch = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [
@@ -282,4 +282,6 @@ def _configure(model: str, accelerator: str, dtype: str, config: Any, settings: 
         return override(config, arguments)
     if isinstance(config, Mapping):
         return override(load_config(overrides=config), arguments)
+    if config is not None and not isinstance(config, str | Path):
+        raise ConfigError(f"config={config!r}: expected a file's name, a mapping of settings, or an EngineConfig")
     return load_config(file=config, overrides=arguments)

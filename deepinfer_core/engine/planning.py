@@ -6,7 +6,7 @@ Nothing here reads weights. The result is enough to explain every choice, and al
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -126,7 +126,7 @@ def open_registry(config: EngineConfig, environ: Mapping[str, str] = os.environ)
     registry = load_plugins(
         allow=config.plugins.allow,
         block=config.plugins.block,
-        requested=sorted(_plugins_named(config)),
+        requested=_plugins_named(config),
         strict=config.plugins.strict,
         files=config.plugins.paths,
     )
@@ -356,20 +356,25 @@ def _settings(config: EngineConfig, registry: Registry, plugin: str) -> Any:
     return None if settings is None else plugin_settings(config, plugin, settings)
 
 
-def _plugins_named(config: EngineConfig) -> Iterable[str]:
-    """Plugins that settings refer to by name: these must load, or it is an error."""
-    names = {name.partition(":")[0] for choices in config.ops.values() for name in choices if name != PARTS}
-    for setting in (
-        config.accelerator,
-        config.scheduling.policy,
-        config.speculation.method or "",
-        config.structured_outputs.backend,
-        *config.logging.metrics,
+def _plugins_named(config: EngineConfig) -> Mapping[str, str]:
+    """Plugins that settings refer to by name -> the setting: these must load, or it is an error."""
+    found = {
+        name.partition(":")[0]: f'ops."{key}" = {name!r}'
+        for key, choices in config.ops.items()
+        for name in choices
+        if name != PARTS
+    }
+    for setting, value in (
+        ("accelerator", config.accelerator),
+        ("scheduling.policy", config.scheduling.policy),
+        ("speculation.method", config.speculation.method or ""),
+        ("structured_outputs.backend", config.structured_outputs.backend),
+        *(("logging.metrics", name) for name in config.logging.metrics),
     ):
-        plugin, colon, _ = setting.partition(":")
+        plugin, colon, _ = value.partition(":")
         if colon:
-            names.add(plugin)
-    return names
+            found[plugin] = f"{setting} = {value!r}"
+    return dict(sorted(found.items()))
 
 
 def _device_data(chosen: Any) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import attrs
 
 from deepinfer_core.api import (
     CacheGroupSpec,
+    CheckpointError,
     Choice,
     ConfigError,
     DrafterContext,
@@ -221,7 +222,11 @@ def with_module(
 
     if needs.checkpoint is None:
         return planned(checkpoint)
-    with open_checkpoint(needs.checkpoint) as own:
+    try:
+        opened = open_checkpoint(needs.checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"speculation.method = {config.speculation.method!r}: its drafter: {error}") from error
+    with opened as own:
         return planned(overlay(own, checkpoint) if needs.architecture else own)
 
 

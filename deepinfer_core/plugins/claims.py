@@ -55,7 +55,9 @@ def resolve(registry: Registry, kind: Kind, wanted: str) -> tuple[str, Any]:
     names = claimed(registry, kind)
     holders = [(holder, item) for holder, item in names.get(name, []) if plugin in ("", holder)]
     if not holders:
-        raise PluginError(f"no loaded plugin has {kind} {wanted!r}{suggest(name, names)}")
+        setting = _CLAIMS[kind].setting.partition(" = ")[0]
+        field = f"{setting} = {wanted!r}: " if setting else ""
+        raise PluginError(f"{field}no loaded plugin has {kind} {wanted!r}{suggest(name, names)}")
     if len(holders) > 1:
         plugins = sorted(holder for holder, _ in holders)
         setting = _CLAIMS[kind].setting or "--no-plugin {other}"

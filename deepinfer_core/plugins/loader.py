@@ -27,7 +27,7 @@ PATH_DISTRIBUTION = "(plugins.paths)"
 def load_plugins(
     allow: Sequence[str] | None = None,
     block: Sequence[str] = (),
-    requested: Sequence[str] = (),
+    requested: Sequence[str] | Mapping[str, str] = (),
     strict: bool = False,
     path: Sequence[str] | None = None,
     files: Sequence[str] = (),
@@ -38,7 +38,7 @@ def load_plugins(
         allow: ``DEEPINFER_PLUGINS``: None allows all that are installed; a list allows these (``name`` or
             ``name@distribution``) and the core's own, so an empty list allows no strangers.
         block: ``--no-plugin``: names never loaded, the core's own included.
-        requested: plugins that the configuration names elsewhere.
+        requested: plugins that the configuration names elsewhere, perhaps with the setting that does.
         strict: raise at the first failure, whoever asked.
         path: where to look for package metadata, default ``sys.path``. Modules always come from ``sys.path``.
         files: ``plugins.paths``: a dotted module or a ``.py`` file each; always asked for.
@@ -53,7 +53,9 @@ def load_plugins(
     for file in files:
         _load_path(registry, file)
     here = set(registry.plugins)
-    selection = select(discover(path), allow, block, [name for name in requested if name not in here])
+    origins = requested if isinstance(requested, Mapping) else dict.fromkeys(requested, "asked for")
+    asked = {name: origin for name, origin in origins.items() if name not in here}
+    selection = select(discover(path), allow, block, asked)
     for candidate in selection.chosen:
         if candidate.name in here:
             raise PluginError(

@@ -115,7 +115,8 @@ def _no_device(
     silent = sorted(set(registry.implementers("deepinfer_probe")) - {name for name, _ in found})
     rest = f"; found no device: {', '.join(silent)}" if silent else ""
     if wanted is None:
-        return DeviceError(f"no plugin found a device{rest}" + "".join(f"; {text}" for text in broken))
+        fix = "" if "cpu" in registry.plugins else "; load the plugin cpu, which plugins.block (--no-plugin) keeps out"
+        return DeviceError(f"no plugin found a device{rest}" + "".join(f"; {text}" for text in broken) + fix)
     if broken:
         return PluginError(f"{origin}={wanted!r}: {'; '.join(broken)}")
     rest += "".join(f"; {failure}" for failure in registry.failures)

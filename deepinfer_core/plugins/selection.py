@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 from packaging.utils import canonicalize_name
@@ -13,7 +13,7 @@ from .discovery import Candidate, Discovery
 from .failure import Failure
 from .nearest import suggest
 
-_ALLOW, _BLOCK, _REQUEST = "plugins.allow (DEEPINFER_PLUGINS)", "plugins.block (--no-plugin)", "asked for"
+_ALLOW, _BLOCK = "plugins.allow (DEEPINFER_PLUGINS)", "plugins.block (--no-plugin)"
 
 
 @attrs.frozen
@@ -39,7 +39,10 @@ class _Selector:
 
 
 def select(
-    discovery: Discovery, allow: Sequence[str] | None, block: Sequence[str], requested: Sequence[str]
+    discovery: Discovery,
+    allow: Sequence[str] | None,
+    block: Sequence[str],
+    requested: Mapping[str, str],
 ) -> Selection:
     """Decide what loads.
 
@@ -47,14 +50,14 @@ def select(
         allow: None allows every installed plugin; otherwise these and the core's own, so an empty list means
             no strangers. Naming a plugin here asks for it.
         block: never loaded, the core's own included. Wins over ``allow``.
-        requested: asked for elsewhere in the configuration (an operator list, a policy).
+        requested: asked for elsewhere in the configuration (an operator list, a policy) -> which setting does.
 
     Raises:
         PluginError: a name that is not installed, a plugin asked for that is broken, blocked or ambiguous.
     """
     allowed = _parse(allow or (), _ALLOW, discovery)
     blocks = _parse(block, _BLOCK, discovery)
-    requests = _parse(requested, _REQUEST, discovery)
+    requests = [s for name, origin in requested.items() for s in _parse([name], origin, discovery)]
     pins = _pins([*allowed, *requests])
     blocked = {s.name for s in blocks if not s.distribution}
     names = None if allow is None else {s.name for s in allowed}

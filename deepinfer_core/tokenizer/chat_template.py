@@ -67,7 +67,16 @@ class ChatTemplates:
         try:
             return program.render(messages=plain, add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # the template is the checkpoint's code: it can raise anything
-            raise InvalidRequestError(f"messages: the chat template refused them: {error}") from error
+            raise InvalidRequestError(f"messages: the chat template refused them: {error}{_lacking(plain)}") from error
+
+
+def _lacking(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What most templates need and a message has not."""
+    for place, message in enumerate(messages):
+        for name in ("role", "content"):
+            if name not in message:
+                return f"; messages[{place}]={dict(message)!r:.200} has no {name!r}"
+    return ""
 
 
 class _GenerationBlock(Extension):

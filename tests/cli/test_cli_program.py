@@ -63,6 +63,19 @@ def test_the_table_says_what_the_command_says(name: str) -> None:
     assert (command.help or "").startswith(line.rstrip(".").split(",")[0])
 
 
+def test_unknown_command_suggests_one_of_a_plugin(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "measuring.py").write_text(
+        "from deepinfer_core.api import CommandInfo, LazyRef, PluginInfo, hookimpl\n\n"
+        "@hookimpl\ndef deepinfer_plugin():\n    return PluginInfo(name='measuring', help='Measures')\n\n"
+        "@hookimpl\ndef deepinfer_commands():\n"
+        "    return [CommandInfo(name='count-steps', help='Counts.', command=LazyRef('measuring:nothing'))]\n"
+    )
+    monkeypatch.setenv("DEEPINFER_PLUGINS__PATHS", str(tmp_path / "measuring.py"))
+    assert refused("count-step").startswith("there is no command 'count-step'; did you mean 'count-steps'?")
+
+
 def test_unknown_command_suggests(refused: Callable[..., str]) -> None:
     assert refused("genrate") == "there is no command 'genrate'; did you mean 'generate'? (see 'deepinfer --help')"
 
@@ -91,7 +104,8 @@ def test_mistakes_are_one_line(arguments: list[str], said: str, refused: Callabl
 
 def test_unknown_variable_is_one_line(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_FOO", "1")
-    assert refused("generate", "--model", "demo", "--prompt", "x") == "unknown environment variable DEEPINFER_FOO"
+    text = refused("generate", "--model", "demo", "--prompt", "x")
+    assert text == "unknown environment variable DEEPINFER_FOO; unset it: settings are written DEEPINFER_GROUP__FIELD"
 
 
 def test_usage_errors_name_the_command_to_ask(refused: Callable[..., str]) -> None:

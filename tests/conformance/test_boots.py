@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_core.api import PlanError
+from deepinfer_core.api import ConfigError, PlanError
 from deepinfer_core.conformance import Report, run
 
 FAKE = Path(__file__).parents[1] / "fake_backend"
@@ -76,6 +76,11 @@ def test_a_demand_asks_those_that_meet_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(proved) >= 4
     assert {result.outcome for result in proved} == {"passed"}
     assert {result.message.partition(":")[0] for result in proved} == {"batch_invariance"}
+
+
+def test_a_demand_that_nobody_meets_is_an_error_before_anything_is_asked() -> None:
+    with pytest.raises(ConfigError, match=r"^--demand 'batch_invarant': no provider has this cap; "):
+        run("cpu", families=["gemm.linear"], demands=["batch_invarant"])
 
 
 def _is_installed(distribution: str) -> bool:

@@ -28,8 +28,18 @@ def test_unknown_setting_without_its_group_suggests_the_whole_path() -> None:
     assert message(overrides={"max_runing": 3}).endswith("did you mean 'scheduling.max_running'?")
 
 
-def test_unknown_setting_that_resembles_nothing_suggests_nothing() -> None:
-    assert message(overrides={"zzzz": 3}) == "unknown setting 'zzzz' (from argument)"
+def test_unknown_setting_that_resembles_nothing_lists_what_there_is() -> None:
+    text = message(overrides={"zzzz": 3})
+    assert text.startswith("unknown setting 'zzzz' (from argument); there are accelerator, fallback, features, ")
+    assert text.endswith("speculation, structured_outputs")
+    assert message(sets=["features.zzzz=3"]).endswith("'features.zzzz' (from --set); features has batch_invariant")
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("modell", "model"), ("schedulin", "scheduling"), ("plugin", "plugins")])
+def test_unknown_group_suggests_the_nearest(tmp_path: Path, wrong: str, near: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f'[{wrong}]\nzzzz = "x"\n')
+    assert message(file=file).endswith(f"; did you mean the group {near!r}?")
 
 
 @pytest.mark.parametrize("key", ["sources", "plugins.settings", "ops", "plugins.alow", "plugins.acme.a.b", "", "."])

@@ -87,6 +87,15 @@ def test_raise_exception_reaches_the_user() -> None:
         tokenizer.apply_chat_template([{"role": "system"}])
 
 
+def test_a_message_that_lacks_what_the_template_reads_is_named() -> None:
+    tokenizer = wrapped(
+        byte_fallback(), chat_templates={"default": "{% for m in messages %}{{ m.content + 'x' }}{% endfor %}"}
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": None}]
+    with pytest.raises(InvalidRequestError, match=r"; messages\[1\]={'role': 'user'} has no 'content'$"):
+        tokenizer.apply_chat_template(messages)
+
+
 @pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ missing.field }}", "{{ 1 // 0 }}"])
 def test_failing_template_is_a_refused_request(source: str) -> None:
     tokenizer = wrapped(byte_fallback(), chat_templates={"default": source})

@@ -47,6 +47,11 @@ def test_no_conversations_give_no_results(toy_llm: ToyLLM) -> None:
     assert toy_llm("Count", tokenizer=True).chat([], GREEDY) == []
 
 
+def test_text_is_no_conversation(toy_llm: ToyLLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages='hello': expected a list of messages"):
+        toy_llm("Count", tokenizer=True).chat("hello", GREEDY)
+
+
 def test_a_model_without_a_tokenizer_says_so(toy_llm: ToyLLM) -> None:
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         toy_llm("Count").chat(HELLO, GREEDY)

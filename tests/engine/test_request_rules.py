@@ -129,6 +129,12 @@ def test_request_fields_are_checked(toy_llm: Any, field: str, value: Any) -> Non
     assert field in refused(toy_llm("Count"), {"prompt_token_ids": [1], field: value})
 
 
+def test_an_unknown_field_is_told_all_there_are(toy_llm: Any) -> None:
+    assert "prompt field 'promt': expected one of prompt, prompt_token_ids, priority, tenant, " in refused(
+        toy_llm("Count"), {"promt": "a"}
+    )
+
+
 def test_request_fields_at_their_limits(toy_llm: Any) -> None:
     fields: dict[str, Any] = {f"{name}_ms": 1e300 for name in TIMES} | {"priority": -(2**63) + 1, "tenant": "é"}
     assert ids_of(toy_llm("Count").generate({"prompt_token_ids": [3], **fields}, GREEDY)) == [[4, 5, 6]]
@@ -152,7 +158,8 @@ def test_prompt_one_short_of_the_limit_gives_one_token(toy_llm: Any) -> None:
 
 @pytest.mark.parametrize("length", [32, 33])
 def test_prompt_at_or_over_the_limit_is_an_error(toy_llm: Any, length: int) -> None:
-    assert f"prompt has {length} tokens" in refused(toy_llm("Count", max_len=32), [3] * length)
+    text = refused(toy_llm("Count", max_len=32), [3] * length)
+    assert f"prompt has {length} tokens: expected fewer than max_model_len=32: shorten it, or raise" in text
 
 
 def test_output_over_the_limit_is_clipped(toy_llm: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from toys.checkpoints import ToyLLM
 
-from deepinfer_core import SamplingParams
-from deepinfer_core.api import PluginError
+from deepinfer_core import LLM, SamplingParams
+from deepinfer_core.api import ConfigError, PluginError
 
 
 def test_a_compiler_of_grammars_that_nobody_has_is_refused(toy_llm: ToyLLM) -> None:
@@ -34,3 +34,8 @@ def test_retention_decides_whether_a_passed_prefix_can_be_continued(
     assert again.metrics.cached_tokens == cached
     cold: Any = toy_llm("PrefixHash", groups={"full": None, "win": 4}, kv_cache__prefix_cache=False)
     assert again.outputs[0].token_ids == cold.generate([shared], greedy)[0].outputs[0].token_ids
+
+
+def test_a_configuration_of_another_kind_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^config=3: expected a file's name, a mapping of settings, or"):
+        LLM("demo", config=3)  # type: ignore[arg-type]

@@ -68,7 +68,9 @@ def test_a_pin_picks_one_of_two_claimants(site: Site, kind: Kind) -> None:
 @pytest.mark.parametrize("wanted", ["y", "acme:y", "bolt:x"])
 def test_an_unclaimed_name_is_an_error_that_lists_those_there_are(site: Site, wanted: str) -> None:
     install(site, "policy", "acme")
-    with pytest.raises(PluginError, match=rf"no loaded plugin has policy '{wanted}'.*(?i:known: x)"):
+    with pytest.raises(
+        PluginError, match=rf"^scheduling.policy = '{wanted}': no loaded plugin has policy '{wanted}'.*(?i:known: x)"
+    ):
         resolve(site.load(), "policy", wanted)
 
 

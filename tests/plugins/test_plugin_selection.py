@@ -48,7 +48,12 @@ def test_block_wins_over_allow(site: Site) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "origin"),
-    [({"allow": ["acm"]}, "DEEPINFER_PLUGINS"), ({"block": ["acm"]}, "--no-plugin"), ({"requested": ["acm"]}, "asked")],
+    [
+        ({"allow": ["acm"]}, "DEEPINFER_PLUGINS"),
+        ({"block": ["acm"]}, "--no-plugin"),
+        ({"requested": ["acm"]}, "asked"),
+        ({"requested": {"acm": "ops.\"gemm.linear\" = 'acm:packed'"}}, "^ops.\"gemm.linear\" = 'acm:packed': "),
+    ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(site: Site, arguments: dict[str, Any], origin: str) -> None:
     site.install("acme", good("acme"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Site:
         self,
         allow: Sequence[str] | None = None,
         block: Sequence[str] = (),
-        requested: Sequence[str] = (),
+        requested: Sequence[str] | Mapping[str, str] = (),
         **more: Any,
     ) -> Registry:
         """Load from this folder alone, without the core's own plugins."""

@@ -171,9 +171,9 @@ def test_prompts_of_many_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('"a\\nb"\n\n"c"\n', encoding="utf-8")
     assert read_prompts(path) == ["a\nb", "c"]
-    for text in ("a", "1"):
+    for text, said in (("a", "not JSON lines"), ('"a"\n{"prompt": 1}', r': {"prompt": 1}: expected a JSON string')):
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=r"prompts\.jsonl"):
+        with pytest.raises(ConfigError, match=rf"prompts\.jsonl.*{said}"):
             read_prompts(path)
 
 

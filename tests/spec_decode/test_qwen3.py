@@ -15,7 +15,7 @@ from test_deepseek_v4 import open_llm, recorded
 from toys.drafters import assert_same
 
 from deepinfer_core import LLM, SamplingParams
-from deepinfer_core.api import ConfigError
+from deepinfer_core.api import CheckpointError, ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 KINDS = {
@@ -146,3 +146,7 @@ def test_a_target_without_such_a_module(target: tuple[Path, Any], tmp_path: Path
         open_llm(target[0], "dspark")
     with pytest.raises(ConfigError, match=r"set plugins\.spec_decode\.draft_model"):
         open_llm(target[0], "draft_model")
+    with pytest.raises(
+        CheckpointError, match=r"^speculation\.method = 'draft_model': its drafter: /no/such: no such file"
+    ):
+        open_llm(target[0], "draft_model", plugins={"spec_decode": {"draft_model": "/no/such"}})

@@ -31,6 +31,18 @@ def ahead(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "reason"), [('root ::= "a" b', "Rule 'b'"), ('root ::= ("a"', "Expect"), ('start ::= "a"', "root")]
+)
+def test_a_grammar_that_cannot_be_read_is_named_with_each_librarys_reason(grammar: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler().compile(spec(ebnf=grammar))
+    text = str(caught.value)
+    assert text.startswith(f"EBNF grammar {grammar!r}: ")
+    assert reason in text
+    assert text.index("(xgrammar)") < text.index("(llguidance)")
+
+
 # ---- a terminated grammar is asked for nothing (vllm-project/vllm#42619)
 
 

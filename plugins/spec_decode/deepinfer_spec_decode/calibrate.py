@@ -152,8 +152,9 @@ def read_prompts(path: Path) -> list[str]:
         prompts = [json.loads(line) for line in lines]
     except ValueError as error:
         raise ConfigError(f"--prompts {path}: not JSON lines ({error})") from error
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError(f"--prompts {path}: expected a JSON string in each line")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise ConfigError(f"--prompts {path}: {json.dumps(prompt):.200}: expected a JSON string in each line")
     return prompts
 
 

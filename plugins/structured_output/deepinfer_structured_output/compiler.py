@@ -135,7 +135,7 @@ _KIND_WORDS = {
     "json": "JSON Schema",
     "json_object": "JSON object",
     "regex": "regular expression",
-    "ebnf": "grammar",
+    "ebnf": "EBNF grammar",
     "choice": "choice",
     "structural_tags": "structural tags",
 }

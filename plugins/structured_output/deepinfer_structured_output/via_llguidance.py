@@ -103,6 +103,18 @@ class _Encoder:
         return ids
 
 
+def _lark(grammar: str) -> str:
+    """EBNF in the library's own form.
+
+    Raises:
+        ValueError: it cannot be read; its reader raises plain exceptions.
+    """
+    try:
+        return llguidance.gbnf_to_lark.gbnf_to_lark(grammar)
+    except Exception as error:
+        raise ValueError(_one_line(str(error))) from None
+
+
 class LLGuidance:
     """Compiles and fills. Made once per engine, when it is first needed."""
 
@@ -151,7 +163,7 @@ class LLGuidance:
             case "choice":
                 return LLMatcher.grammar_from_regex(alternatives(json.loads(spec.text)))
             case "ebnf":
-                return LLMatcher.grammar_from_lark(llguidance.gbnf_to_lark.gbnf_to_lark(spec.text))
+                return LLMatcher.grammar_from_lark(_lark(spec.text))
             case "structural_tags":
                 return self._tags(spec)
 
