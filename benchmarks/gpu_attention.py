@@ -171,14 +171,14 @@ def tile_shapes(results: Results, bandwidth: float) -> list[list[Any]]:
     from deepinfer_nvidia_sm100.ops.paged_attention import Shape
 
     few = [
-        Shape(rows=16, tokens=tokens, warps=warps, stages=stages)
+        Shape(rows=8, tokens=tokens, warps=warps, stages=stages, turned=True)
         for tokens, warps, stages in (
+            (32, 2, 2),
             (32, 2, 3),
             (32, 2, 4),
-            (32, 2, 5),
+            (32, 4, 4),
             (64, 2, 2),
             (64, 2, 3),
-            (64, 2, 4),
             (64, 4, 2),
             (64, 4, 3),
             (128, 4, 2),
