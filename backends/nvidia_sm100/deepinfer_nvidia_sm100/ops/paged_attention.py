@@ -30,7 +30,7 @@ FIXED_CHUNK = 256
 MOST_MERGED = 4
 """Programs of a tile up to which the last to arrive puts chunks together; more are left to a launch of their own."""
 PROGRAMS_EACH = 4
-"""Programs for each multiprocessor that cutting contexts aims at."""
+"""Programs for each multiprocessor that cutting contexts aims at: as many as fit, so that none has more than others."""
 FIXED_EACH = 3
 """The same for fixed chunks."""
 MOST_PIECES = 8
@@ -119,7 +119,9 @@ class Paged:
             self._few = self._many  # in float32 a sum's order follows the tile: all rows go through tiles of one size
         self._several = self._few
         if turned:
-            self._few = Shape(rows=max(8, power_of_two(self._group)), tokens=64, warps=4, stages=2, turned=True)
+            # Three tiles on their way, and shared memory for four programs.
+            tokens = 32 if request.head_dim > 64 else 64
+            self._few = Shape(rows=max(8, power_of_two(self._group)), tokens=tokens, warps=2, stages=4, turned=True)
         if self._fixed and self._few.warps == 2:
             # Under two warps the fixed chunks of several rows of a request spill registers; on 10.x those of one do.
             self._several = attrs.evolve(self._few, warps=4)

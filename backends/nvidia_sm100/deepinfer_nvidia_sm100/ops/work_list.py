@@ -188,7 +188,8 @@ def work_list(
         window: tokens that a row sees; 0: all.
         span: chunks begin and end at multiples of so many tokens.
     """
-    bound = max(count, programs) + max(1, min(count, programs) // 2)
+    # More programs than fit at once cost 1 to 2 us, with nothing to do, too: few contexts are cut into as many as fit.
+    bound = programs if 4 * count <= programs else max(count, programs) + max(1, min(count, programs) // 2)
     entries, results, length = (
         torch.empty(shape, dtype=torch.int32, device=positions.device) for shape in ((bound, FIELDS), (count, 4), (1,))
     )
