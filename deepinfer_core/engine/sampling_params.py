@@ -43,8 +43,10 @@ def _whole(name: str, value: Any, low: int, high: int, expected: str) -> int:
         number = operator.index(value)
     except TypeError:
         raise _refuse(name, value, expected) from None
-    if isinstance(value, bool) or not low <= number <= high:
+    if isinstance(value, bool) or number < low:
         raise _refuse(name, value, expected)
+    if number > high:
+        raise _refuse(name, value, f"{expected}, at most {high}")
     return int(number)
 
 

@@ -85,6 +85,15 @@ def test_accepted(field: str, value: Any, stored: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == stored
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "logprobs"])
+def test_too_large_a_count_is_told_the_largest(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^{field}={2**31}: expected .*, at most {2**31 - 1}$"):
+        SamplingParams(**{field: 2**31})
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: -7})
+    assert "at most" not in str(caught.value)
+
+
 def test_seq_seed_is_an_alias() -> None:
     assert SamplingParams(seq_seed=7) == SamplingParams(seed=7)
 

@@ -175,6 +175,9 @@ def test_prompts_of_many_lines(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=rf"prompts\.jsonl.*{said}"):
             read_prompts(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"^--prompts .*prompts\.jsonl: not UTF-8 text$"):
+        read_prompts(path)
 
 
 def test_reliability_points_of_what_is_right(tmp_path: Path) -> None:

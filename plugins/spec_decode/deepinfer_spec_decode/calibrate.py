@@ -107,7 +107,10 @@ def calibrate(
                 llm.generate(prompts, params)
             records = read_records(record, verify)
         if len(records.accepted) == 0:
-            raise ConfigError(f"drafter {method!r} gave no confidence to calibrate under verify={verify!r}")
+            raise ConfigError(
+                f"--method {method}: it gave no confidence to calibrate under verify={verify!r}; take one that says "
+                "how sure it is of a draft, as dspark does; if it is one, more prompts or --max-tokens"
+            )
         wanted = {"bias": bias, "margin": margin and bias}
         scaling, after = fit(records, **wanted), records.crossed(**wanted)
         shown[rule] = (records, after)
@@ -143,9 +146,13 @@ def read_prompts(path: Path) -> list[str]:
     """One a line, or JSON strings of which one may have many lines.
 
     Raises:
-        ConfigError: a line of a .jsonl file is no JSON string.
+        ConfigError: the file is no text, or a line of a .jsonl file no JSON string.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--prompts {path}: not UTF-8 text") from None
+    lines = [line for line in text.splitlines() if line.strip()]
     if path.suffix != ".jsonl":
         return lines
     try:
