@@ -1,8 +1,8 @@
-"""The stages between the temperature and the token, in one reading of most rows, in two of flat ones.
+"""The stages between the temperature and the token, in one reading of most rows, in two of some flat ones.
 
 :mod:`.survey` reads the row. :mod:`.shortlist` settles it where few groups of tokens can hold what stays. Where top-p
-alone cuts it, :mod:`.race` finds the token that is drawn, and :mod:`.weigh` reads the row again if need be; to be cut
-it is read again by :mod:`.band`. :mod:`.settle` does the rest. Which way a row goes is decided on the device, and a
+alone cuts it, :mod:`.levels` guesses above which logits nearly all lies that stays, :mod:`.race` finds the token that
+is drawn, and :mod:`.weigh` reads the row again if need be; to be cut it is read again by :mod:`.band`. :mod:`.settle` does the rest. Which way a row goes is decided on the device, and a
 kernel that has nothing to do for a row leaves at once.
 """
 
@@ -18,17 +18,20 @@ from deepinfer_core.api import GREEDY_TEMPERATURE, PURPOSE_DRAW, SamplingBatch
 from .band import band_kernel
 from .dependent import dependent
 from .groups import GROUP, PART
+from .levels import levels_kernel
 from .lists import LANES, REGIONS
-from .race import SLOTS, race_kernel
+from .race import EDGES, SLOTS, race_kernel
 from .remove import remove_kernel
 from .settle import settle_kernel
 from .shortlist import shortlist_kernel
-from .survey import survey_kernel
+from .survey import LEVELS, survey_kernel
 from .weigh import WIDTH, weigh_kernel
 
 LOOK = 2048
 """Tokens that a race looks at together."""
-WARPS = {"survey": 4, "shortlist": 8, "race": 8, "band": 4, "weigh": 8, "settle": 8, "remove": 8}
+WEIGHERS = 8
+"""Programs of a row that is read again: most rows are not, and programs that leave at once take time, too."""
+WARPS = {"levels": 4, "survey": 4, "shortlist": 8, "race": 8, "band": 4, "weigh": 16, "settle": 8, "remove": 8}
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], limit: int) -> torch.Tensor:
@@ -70,7 +73,8 @@ def _run(
         return torch.empty((rows, size), dtype=dtype, device=logits.device)
 
     maxima, bounds, peaks, sums, band, row_peak = map(empty, (groups, groups, parts, max(parts, REGIONS), 2, 1))
-    weighed, edges = map(empty, (weighings * SLOTS, 2 * SLOTS))
+    levels, tails = map(empty, (4, LEVELS.value * parts))
+    weighed, edges = map(empty, (weighings * SLOTS, EDGES.value))
     chosen, found, racers, status = (
         empty(size, dtype=torch.int32) for size in (pieces * per_part, REGIONS, SLOTS + 2, 1)
     )
@@ -85,8 +89,15 @@ def _run(
     fixed: dict[str, Any] = {
         "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": out is not None, **dependent(logits)
     }  # fmt: skip
+    races = "top_p" in stages and out is not None
+    if races:
+        levels_kernel[(rows,)](
+            logits, levels, *of_row, GREEDY=GREEDY_TEMPERATURE, num_warps=WARPS["levels"], **dependent(logits)
+        )
+    # As many registers as let seven parts share a multiprocessor.
     survey_kernel[(rows, parts)](
-        logits, maxima, bounds, peaks, sums, *of_row, GROUP=group, num_warps=WARPS["survey"], **fixed
+        logits, maxima, bounds, peaks, sums, levels, tails, *of_row, GROUP=group, num_warps=WARPS["survey"], maxnreg=72,
+        **fixed,
     )  # fmt: skip
     shortlist_kernel[(rows,)](
         logits, maxima, bounds, peaks, sums, chosen, listed, found, status, band, row_peak, row_total,
@@ -101,14 +112,14 @@ def _run(
         else:
             # As many registers as let two rows share a multiprocessor.
             race_kernel[(rows,)](
-                logits, maxima, bounds, peaks, sums, chosen, listed, status, edges, racers, row_peak, row_total,
-                *results, *of_row, parts, GREEDY=GREEDY_TEMPERATURE, PURPOSE=PURPOSE_DRAW, GROUP=group, PARTS=pieces,
-                PER_PART=per_part, LOOK=LOOK // group, num_warps=WARPS["race"], maxnreg=128,
+                logits, maxima, bounds, peaks, sums, levels, tails, chosen, listed, status, edges, racers, row_peak,
+                row_total, *results, *of_row, parts, GREEDY=GREEDY_TEMPERATURE, PURPOSE=PURPOSE_DRAW, GROUP=group,
+                PARTS=pieces, PER_PART=per_part, LOOK=LOOK // group, num_warps=WARPS["race"], maxnreg=128,
                 **dependent(logits),
             )  # fmt: skip
-            weigh_kernel[(rows, weighings)](
-                logits, edges, racers, weighed, status, row_peak, *of_row, width, GREEDY=GREEDY_TEMPERATURE,
-                num_warps=WARPS["weigh"], **dependent(logits),
+            weigh_kernel[(rows, min(weighings, WEIGHERS))](
+                logits, edges, racers, weighed, status, vocab_size, logits.stride(0), width,
+                num_warps=WARPS["weigh"], maxnreg=64, **dependent(logits),
             )  # fmt: skip
     if "top_p" in stages or "top_k" in stages:
         settle_kernel[(rows,)](

@@ -32,11 +32,16 @@ from .ranks import (
     word_of,
 )
 from .states import DONE, OPEN, RACED
-from .survey import LN2, bound_part
+from .survey import LEVELS, LN2, bound_part
 
+NEAR = tl.constexpr(2.0**-18)
+"""Of the total: sums that are nearer to the limit decide nothing. They are off by a tenth of this."""
 SLOTS = tl.constexpr(8)
 """Places for tokens that are weighed: UNSURE of them that may stay, the last for certain; and one that must not."""
 UNSURE = tl.constexpr(6)
+EDGES = tl.constexpr(2 * 8 + 2)
+"""Numbers of a row that is read again: :func:`edges_of` for each place, the largest logit, and what makes exponents of
+distances to it."""
 CLOSE = tl.constexpr(1024)
 """Of groups that reach a token's logit, so many tokens at most are summed at once."""
 FIELD = tl.constexpr(256)
@@ -169,14 +174,15 @@ def edges_of(logit, peak, heat):
 
 @triton.jit
 def race_row(
-    row_logits, best, row_bounds, groups, row_groups, row_listed, row_edges, row_racers, p, total, peak, heat, slot,
-    position, seed_lo, seed_hi, child, vocab_size,
+    row_logits, best, row_bounds, groups, row_groups, row_listed, row_edges, row_racers, p, total, safe, peak, heat,
+    slot, position, seed_lo, seed_hi, child, vocab_size,
     PURPOSE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """What is left to do for a row, and its winner if that is nothing.
 
-    If a second reading is: ``row_edges [2, SLOTS]`` as :func:`edges_of`, and ``row_racers [SLOTS + 2]``: ids, how many,
+    If a second reading is: ``row_edges [EDGES]``, and ``row_racers [SLOTS + 2]``: ids, how many,
     and whether the last is one that must not stay. ``best [GROUPS]``: largest logits. ``total``: times UNIT.
+    Tokens stay whose logit is ``safe`` or more.
     """
     base = tl.where(heat == 1.0, 0.0, peak)
     whole = (total / UNIT).to(tl.float32)
@@ -212,7 +218,13 @@ def race_row(
         reach = tl.where(heat == 1.0, 0.0, (peak - its_logit) * (2.0**-20))
         near = best >= its_logit - reach
         reaching = tl.sum(near.to(tl.int32), axis=0)
-        if reaching <= CLOSE // GROUP:
+        if its_logit - reach >= safe:
+            status = tl.where((count == 0) & (barred < 0), DONE, RACED).to(tl.int32)
+            winner = first
+            racers = tl.where(place == count, first, racers)
+            count += 1
+            remaining = tl.full((), 0, tl.int32)
+        elif reaching <= CLOSE // GROUP:
             before = before_of(row_logits, row_groups, near, reaching, its_rank, peak, heat, vocab_size, GROUP, GROUPS)
             if (reached(before, total, p) == 0) | (before == 0):
                 status = tl.where((count == 0) & (barred < 0), DONE, RACED).to(tl.int32)
@@ -244,6 +256,8 @@ def race_row(
         same, above = edges_of(tl.where(racers >= 0, mine, peak), peak, heat)
         tl.store(row_edges + place, same)
         tl.store(row_edges + SLOTS + place, above)
+        tl.store(row_edges + 2 * SLOTS, peak)
+        tl.store(row_edges + 2 * SLOTS + 1, 1.0 / (heat * LN2))
         tl.store(row_racers + place, racers)
         tl.store(row_racers + SLOTS, count + (barred >= 0).to(tl.int32))
         tl.store(row_racers + SLOTS + 1, (barred >= 0).to(tl.int32))
@@ -252,7 +266,8 @@ def race_row(
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def race_kernel(
-    logits, maxima, bounds, peaks, sums, groups, listed, state, edges, racers, row_peak, row_total, last, out,
+    logits, maxima, bounds, peaks, sums, levels, tails, groups, listed, state, edges, racers, row_peak, row_total,
+    last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
     parts,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr,
@@ -276,14 +291,19 @@ def race_kernel(
         winner = tl.full((), -1, tl.int32)
         if (peak > float("-inf")) & (peak < float("inf")):
             total = total_of(sums + row * parts, part, each, peak, heat)
+            safe = tl.full((), float("inf"), tl.float32)
+            for level in tl.static_range(LEVELS):
+                tail = total_of(tails + row * (LEVELS * parts) + level * parts, part, each, peak, heat)
+                known = tail <= (p - NEAR) * total
+                safe = tl.minimum(safe, tl.where(known, tl.load(levels + row * 4 + level), float("inf")))
             tl.store(row_peak + row, peak)
             tl.store(row_total + row, total)
             status, winner = race_row(
                 logits + row.to(tl.int64) * row_stride, best, bounds + row.to(tl.int64) * parts * PER_PART,
                 parts * PER_PART, groups + row.to(tl.int64) * (PARTS * PER_PART),
-                listed + row.to(tl.int64) * (REGIONS * LANES), edges + row * 2 * SLOTS, racers + row * (SLOTS + 2), p,
-                total, peak, heat, slot, tl.load(positions + row), seed_lo, seed_hi, child, vocab_size, PURPOSE, GROUP,
-                PARTS * PER_PART, LOOK,
+                listed + row.to(tl.int64) * (REGIONS * LANES), edges + row * EDGES, racers + row * (SLOTS + 2), p,
+                total, safe, peak, heat, slot, tl.load(positions + row), seed_lo, seed_hi, child, vocab_size, PURPOSE,
+                GROUP, PARTS * PER_PART, LOOK,
             )  # fmt: skip
         tl.store(state + row, status)
         tl.store(last + row, tl.full((), -1, tl.int64))

@@ -8,9 +8,11 @@ import triton.language as tl
 from .dependent import take_turn
 from .groups import PART, RUNS
 from .noise import philox
-from .ranks import limits_of
+from .ranks import limits_of, raced
 
 LN2 = tl.constexpr(0.6931471805599453)
+LEVELS = tl.constexpr(3)
+"""Of :mod:`.levels`, so many are used."""
 
 
 @triton.jit
@@ -48,8 +50,8 @@ def words_of(first, position, seed_lo, seed_hi, child, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def weight_of(x0, x1, x2, x3, top, heat):
-    """The sum of exponentials from ``top`` on."""
+def weights_of(x0, x1, x2, x3, top, heat):
+    """Sums of four tokens' exponentials, and what times them is those from ``top`` on."""
     scale = 1.0 / (heat * LN2)
     shift = top * scale
     if tl.abs(shift) < 1e6:
@@ -57,13 +59,18 @@ def weight_of(x0, x1, x2, x3, top, heat):
         weight = (tl.exp2(tl.fma(x0, scale, -shift)) + tl.exp2(tl.fma(x1, scale, -shift))) + (
             tl.exp2(tl.fma(x2, scale, -shift)) + tl.exp2(tl.fma(x3, scale, -shift))
         )
-        total = tl.sum(weight, axis=0) * tl.exp2(-tl.fma(top, scale, -shift))
+        unit = tl.exp2(-tl.fma(top, scale, -shift))
     else:
         weight = (tl.exp2((x0 - top) * scale) + tl.exp2((x1 - top) * scale)) + (
             tl.exp2((x2 - top) * scale) + tl.exp2((x3 - top) * scale)
         )
-        total = tl.sum(weight, axis=0)
-    return total
+        unit = tl.full((), 1.0, tl.float32)
+    return weight, unit
+
+
+@triton.jit
+def added(a, a0, a1, a2, b, b0, b1, b2):
+    return a + b, a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
@@ -83,15 +90,16 @@ def over_groups(x, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
 def survey_kernel(
-    logits, maxima, bounds, peaks, sums, slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t,
-    use_k, use_p, vocab_size, row_stride,
+    logits, maxima, bounds, peaks, sums, levels, tails, slots, positions, temperature, top_k, top_p, seed_lo, seed_hi,
+    child, use_t, use_k, use_p, vocab_size, row_stride,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, parts), of the first ``vocab_size`` logits of a row: ``peaks [N, parts]`` the largest, or a
     NaN; ``maxima [N, parts * PART / GROUP]`` logits; of rows that top-k does not cut, ``bounds`` of scores, times the
     divisor, less BOUND_SHIFT of it, and without the row's largest logit taken off; of rows that only top-p cuts,
     ``sums`` of exponentials from the part's largest on. Their bounds are what four tokens' best logit and best noise
-    would give together, which is looser by some 2 and takes a third of the time."""
+    would give together, which is looser by some 2 and takes a third of the time. Of rows that race, ``tails [N, LEVELS,
+    parts]``: as ``sums``, of four tokens each of which the largest is at or above a level, or more than that."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
     first = tl.program_id(1) * PART
@@ -110,6 +118,11 @@ def survey_kernel(
     if DRAW | (k > 0) | (p < 1.0):
         if not DRAW:
             value = part_of(given, token, first, vocab_size)
+        least = tl.zeros((PART // 4,), tl.uint32)
+        if DRAW and sampled & (k == 0) & (p < 1.0):
+            # Half of what there is to do, while the logits are on their way.
+            w0, w1, w2, w3 = words_of(first, position, low, high, its_child, PURPOSE)
+            least = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
         x0, x1, x2, x3 = quads(value, PART)
         place = row * tl.num_programs(1) + tl.program_id(1)
         groups = place * (PART // GROUP) + tl.arange(0, PART // GROUP)
@@ -118,15 +131,37 @@ def survey_kernel(
         top = tl.reduce(best, 0, larger)
         tl.store(maxima + groups, best)
         tl.store(peaks + place, top)
-        if (p < 1.0) & (k == 0) & (top > float("-inf")):
-            tl.store(sums + place, weight_of(x0, x1, x2, x3, top, heat))
         if DRAW and sampled & (k == 0):
-            w0, w1, w2, w3 = words_of(first, position, low, high, its_child, PURPOSE)
             if p < 1.0:
-                bound = bound_part(fourth, tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3)), heat)
+                bound = bound_part(fourth, least, heat)
             else:
+                w0, w1, w2, w3 = words_of(first, position, low, high, its_child, PURPOSE)
                 bound = tl.maximum(
                     tl.maximum(bound_part(x0, w0, heat), bound_part(x1, w1, heat)),
                     tl.maximum(bound_part(x2, w2, heat), bound_part(x3, w3, heat)),
                 )
             tl.store(bounds + groups, over_groups(bound, GROUP))
+        if (p < 1.0) & (k == 0) & (top > float("-inf")):
+            weight, unit = weights_of(x0, x1, x2, x3, top, heat)
+            if DRAW and raced(k, p):
+                level0 = tl.load(levels + row * 4)
+                level1 = tl.load(levels + row * 4 + 1)
+                level2 = tl.load(levels + row * 4 + 2)
+                total, tail0, tail1, tail2 = tl.reduce(
+                    (
+                        weight,
+                        tl.where(fourth >= level0, weight, 0.0),
+                        tl.where(fourth >= level1, weight, 0.0),
+                        tl.where(fourth >= level2, weight, 0.0),
+                    ),
+                    0,
+                    added,
+                )
+                parts = tl.num_programs(1)
+                its_tails = tails + row * (LEVELS * parts) + tl.program_id(1)
+                tl.store(its_tails, tail0 * unit)
+                tl.store(its_tails + parts, tail1 * unit)
+                tl.store(its_tails + 2 * parts, tail2 * unit)
+            else:
+                total = tl.sum(weight, axis=0)
+            tl.store(sums + place, total * unit)

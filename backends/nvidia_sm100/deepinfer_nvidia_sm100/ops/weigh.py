@@ -6,50 +6,46 @@ import triton
 import triton.language as tl
 
 from .dependent import take_turn
-from .race import SLOTS
-from .ranks import UNIT, limits_of
+from .race import EDGES, NEAR, SLOTS
+from .ranks import UNIT
 from .states import RACED
-from .survey import LN2
 
 WIDTH = tl.constexpr(8192)
 """Tokens of a program."""
-NEAR = tl.constexpr(2.0**-18)
-"""Of the total: sums that are nearer to the limit decide nothing. They are off by a tenth of this."""
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
+@triton.jit(do_not_specialize=["vocab_size"])
 def weigh_kernel(
-    logits, edges, racers, weighed, state, row_peak,
-    slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
-    width,
-    GREEDY: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, edges, racers, weighed, state, vocab_size, row_stride, width, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    """Grid (N, pieces): ``weighed [N, pieces, SLOTS]``, sums of exponentials of what is before each racer."""
+    """Grid (N, programs), pieces in turns: ``weighed [N, pieces, SLOTS]``, sums of exponentials of what is before each
+    racer."""
     take_turn(DEPENDENT)
     row = tl.program_id(0)
-    piece = tl.num_programs(1) - 1 - tl.program_id(1)  # what was read last is still in the cache
     if tl.load(state + row) == RACED:
-        token = piece * WIDTH + tl.arange(0, WIDTH)
-        value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
-        tl.debug_barrier()  # or the compiler lets the row's parameters come first, one after the other
-        _, heat, _, _, _ = limits_of(
-            row, slots, temperature, top_k, top_p, use_t, use_k, use_p, vocab_size, GREEDY, True
-        )
-        peak = tl.load(row_peak + row)
-        if piece * WIDTH + WIDTH > vocab_size:
-            value = tl.where(token < vocab_size, value, float("-inf"))
-        scale = 1.0 / (heat * LN2)
-        for racer in range(tl.load(racers + row * (SLOTS + 2) + SLOTS)):
-            same = tl.load(edges + row * 2 * SLOTS + racer)
-            above = tl.load(edges + row * 2 * SLOTS + SLOTS + racer)
-            its_token = tl.load(racers + row * (SLOTS + 2) + racer)
-            if (its_token >= piece * WIDTH) & (its_token < piece * WIDTH + WIDTH):
-                limits = tl.where(token < its_token, same, above)
-                mass = tl.sum(tl.where(value >= limits, tl.exp2((value - peak) * scale), 0.0), axis=0)
-            else:
-                limit = tl.where(its_token < piece * WIDTH, above, same)
-                mass = tl.sum(tl.where(value >= limit, tl.exp2((value - peak) * scale), 0.0), axis=0)
-            tl.store(weighed + (row * tl.num_programs(1) + piece) * SLOTS + racer, mass)
+        row_edges = edges + row * EDGES
+        pieces = tl.cdiv(vocab_size, WIDTH)
+        for turn in range(tl.program_id(1), pieces, tl.num_programs(1)):
+            piece = pieces - 1 - turn  # what was read last is still in the cache
+            token = piece * WIDTH + tl.arange(0, WIDTH)
+            value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
+            tl.debug_barrier()  # or the compiler lets the row's numbers come first, one after the other
+            peak = tl.load(row_edges + 2 * SLOTS)
+            scale = tl.load(row_edges + 2 * SLOTS + 1)
+            if piece * WIDTH + WIDTH > vocab_size:
+                value = tl.where(token < vocab_size, value, float("-inf"))
+            weight = tl.exp2((value - peak) * scale)
+            for racer in range(tl.load(racers + row * (SLOTS + 2) + SLOTS)):
+                same = tl.load(row_edges + racer)
+                above = tl.load(row_edges + SLOTS + racer)
+                its_token = tl.load(racers + row * (SLOTS + 2) + racer)
+                if (its_token >= piece * WIDTH) & (its_token < piece * WIDTH + WIDTH):
+                    limits = tl.where(piece * WIDTH + tl.arange(0, WIDTH) < its_token, same, above)
+                    mass = tl.sum(tl.where(value >= limits, weight, 0.0), axis=0)
+                else:
+                    limit = tl.where(its_token < piece * WIDTH, above, same)
+                    mass = tl.sum(tl.where(value >= limit, weight, 0.0), axis=0)
+                tl.store(weighed + (row * pieces + piece) * SLOTS + racer, mass)
 
 
 @triton.jit
