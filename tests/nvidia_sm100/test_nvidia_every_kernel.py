@@ -40,6 +40,7 @@ COMPARED = {
     "ids_kernel": "test_nvidia_sampling.py::test_mask",
     "input_ids_kernel": "test_nvidia_sampling.py::test_runner_operators",
     "inputs_kernel": "test_nvidia_fused.py::test_attention_inputs",
+    "levels_kernel": "test_nvidia_sample_tokens.py::test_what_is_above_a_few_levels_is_summed",
     "list_kernel": "test_nvidia_work_list.py::test_contexts_of_all_lengths",
     "many_rows_kernel": "test_nvidia_fixed_order.py::test_every_tile_cuts_and_sums_alike",
     "merge_kernel": "test_nvidia_attention.py::test_a_context_in_many_chunks",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from deepinfer_nvidia_sm100.ops import band, chain, lists, race, settle, shortlist, weigh
-from deepinfer_nvidia_sm100.ops.states import OPEN
+from deepinfer_nvidia_sm100.ops import band, chain, levels, lists, race, settle, shortlist, weigh
+from deepinfer_nvidia_sm100.ops.states import DONE, OPEN, RACED
 from gpu_support import ON_GPU, here, operator
 from reference_support import batch
 from reference_support import operator as reference
@@ -66,21 +66,21 @@ def test_tokens_are_those_of_the_stages(kind: str, width: int) -> None:
     assert not wrong, f"seed {SEED}: {wrong}"
 
 
-def states_left(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Of each call from now on, what was left to do for its rows after the kernel that settles them."""
-    states: list[list[int]] = []
-    plain = chain.settle_kernel
+def after(kernel: str, argument: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Of each call from now on, what an argument of a kernel holds after it."""
+    found: list[torch.Tensor] = []
+    plain = getattr(chain, kernel)
 
     class Seen:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(*arguments: Any, **options: Any) -> None:
                 plain[grid](*arguments, **options)
-                states.append(arguments[4].flatten().tolist())
+                found.append(arguments[argument].cpu().clone())
 
             return launch
 
-    monkeypatch.setattr(chain, "settle_kernel", Seen())
-    return states
+    monkeypatch.setattr(chain, kernel, Seen())
+    return found
 
 
 @pytest.mark.parametrize("stages", [(), ("temperature",), ("top_k",), ("top_p",), ("top_k", "top_p")])
@@ -139,8 +139,17 @@ def test_lists_that_overflow_change_nothing(lanes: int, monkeypatch: pytest.Monk
         (race, "DEVIATIONS", -40.0, True),
         (race, "DEVIATIONS", 40.0, False),
         (race, "FIELD", 8, True),
+        (levels, "LEAST", 1e-3, False),
+        (levels, "LEAST", 5.0, False),
     ],
-    ids=["sums decide nothing", "the sample is trusted too much", "the sample says nothing", "lists overflow"],
+    ids=[
+        "sums decide nothing",
+        "the sample is trusted too much",
+        "the sample says nothing",
+        "lists overflow",
+        "levels are too low",
+        "levels are too high",
+    ],
 )
 def test_a_race_that_is_not_decided_changes_nothing(
     module: Any, name: str, value: float, left: bool, monkeypatch: pytest.MonkeyPatch
@@ -152,9 +161,11 @@ def test_a_race_that_is_not_decided_changes_nothing(
     step = batch(rows, 9000)
     expected = by_parts(logits, step, STAGES)
     monkeypatch.setattr(module, name, tl.constexpr(value))
-    states = states_left(monkeypatch)
+    if module is not levels:
+        monkeypatch.setattr(levels, "LEAST", tl.constexpr(1e-3))  # else most rows are settled before that matters
+    states = after("settle_kernel", 4, monkeypatch)
     assert torch.equal(drawn(logits, step), expected)
-    assert not left or OPEN.value in states[0], f"seed {SEED}: {states}"
+    assert not left or OPEN.value in states[0].flatten().tolist(), f"seed {SEED}: {states}"
 
 
 def test_padding_is_never_drawn() -> None:
@@ -203,9 +214,44 @@ def test_flat_rows_are_read_twice_and_no_more(scale: float, monkeypatch: pytest.
     logits = torch.randn(3, width, generator=draw) * scale
     rows = [{"seed": n, "temperature": t, "top_p": p} for n, (t, p) in enumerate(((1.0, 0.9), (0.8, 0.95), (1.5, 0.6)))]
     step = batch(rows, width)
-    states = states_left(monkeypatch)
+    states = after("settle_kernel", 4, monkeypatch)
     assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
-    assert states == [[0, 0, 0]], f"seed {SEED}: no row was left open"
+    assert states[0].flatten().tolist() == [DONE.value] * 3, f"seed {SEED}: no row was left open"
+
+
+def test_most_flat_rows_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the leading tokens do not stay; of some that do, three others in their four say nothing."""
+    width, count = (129280, 256) if ON_GPU else (8192, 40)
+    draw = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(count, width, generator=draw) * torch.tensor([1.0, 2.0]).repeat(count // 2)[:, None]
+    step = batch([{"seed": SEED + n, "temperature": 0.8, "top_p": 0.9} for n in range(count)], width)
+    states = after("race_kernel", 9, monkeypatch)
+    assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
+    again = int((states[0] == RACED.value).sum())
+    assert 0 < again < count * 0.55, f"seed {SEED}: {again} of {count}"  # 0.22 of them expected
+
+
+def test_what_is_above_a_few_levels_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(SEED)
+    logits = torch.randn(4, 9001, generator=draw) * torch.tensor([0.3, 1.0, 2.0, 1.0])[:, None]
+    rows = [{"seed": n, "temperature": 1.3, "top_p": p} for n, p in enumerate((0.9, 0.5, 0.95, 1.0))]
+    step = batch(rows, 9001)
+    peaks, guessed, tails = (after("survey_kernel", n, monkeypatch) for n in (3, 5, 6))
+    assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
+    padded = torch.nn.functional.pad(logits[:3].double(), (0, 3 * 4096 - 9001), value=-float("inf"))
+    fours = padded.view(3, 3, 1024, 4)
+    weights = ((fours - peaks[0][:3, :, None, None].double()) / 1.3).exp().sum(-1)
+    level = guessed[0][:3, :3].double()
+    assert (level[:, 1:] > level[:, :-1]).all()
+    assert (level < logits[:3].amax(1, keepdim=True)).all()
+    above = fours.amax(-1)[:, None] >= level[:, :, None, None]
+    expected = (weights[:, None] * above).sum(-1)
+    torch.testing.assert_close(tails[0][:3].view(3, 3, 3).double(), expected, rtol=1e-5, atol=1e-6)
+    # What is below a level is more than top-p removes, by what the sample says.
+    shrink = ((peaks[0][:3].double() - peaks[0][:3].amax(1, keepdim=True).double()) / 1.3).exp()
+    share = (expected * shrink[:, None]).sum(-1) / (weights.sum(-1) * shrink).sum(-1)[:, None]
+    for row, p in enumerate((0.9, 0.5, 0.95)):
+        assert (share[row] < p).sum() >= 2, f"seed {SEED}: {share[row]}"
 
 
 def test_more_than_131072_tokens_are_looked_at_in_larger_groups() -> None:

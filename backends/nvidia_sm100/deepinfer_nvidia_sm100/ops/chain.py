@@ -2,8 +2,9 @@
 
 :mod:`.survey` reads the row. :mod:`.shortlist` settles it where few groups of tokens can hold what stays. Where top-p
 alone cuts it, :mod:`.levels` guesses above which logits nearly all lies that stays, :mod:`.race` finds the token that
-is drawn, and :mod:`.weigh` reads the row again if need be; to be cut it is read again by :mod:`.band`. :mod:`.settle` does the rest. Which way a row goes is decided on the device, and a
-kernel that has nothing to do for a row leaves at once.
+is drawn, and :mod:`.weigh` reads the row again if need be; to be cut it is read again by :mod:`.band`. :mod:`.settle`
+does the rest. Which way a row goes is decided on the device, and a kernel that has nothing to do for a row leaves at
+once.
 """
 
 from __future__ import annotations
