@@ -53,6 +53,13 @@ def drawn(logits: torch.Tensor, step: Any, stages: frozenset[str] = STAGES) -> t
     return found
 
 
+@pytest.fixture(params=[0, 96], ids=["levels", "no levels"])
+def levelled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows are drawn, and as few."""
+    monkeypatch.setattr(chain, "LEVELLED", request.param)
+
+
+@pytest.mark.usefixtures("levelled")
 @pytest.mark.parametrize(
     ("kind", "width"), [*((kind, VOCAB) for kind in ROWS), *((kind, 1003) for kind in ("wide", "ties", "few"))]
 )
@@ -92,6 +99,7 @@ def test_a_stage_that_is_not_active_is_left_out(stages: tuple[str, ...]) -> None
     assert torch.equal(drawn(logits, step, frozenset(stages)), by_parts(logits, step, frozenset(stages)))
 
 
+@pytest.mark.usefixtures("levelled")
 def test_broken_and_empty_rows_give_none_and_touch_no_other() -> None:
     source, draw = random.Random(SEED), torch.Generator().manual_seed(SEED)
     rows = [
@@ -161,8 +169,7 @@ def test_a_race_that_is_not_decided_changes_nothing(
     step = batch(rows, 9000)
     expected = by_parts(logits, step, STAGES)
     monkeypatch.setattr(module, name, tl.constexpr(value))
-    if module is not levels:
-        monkeypatch.setattr(levels, "LEAST", tl.constexpr(1e-3))  # else most rows are settled before that matters
+    monkeypatch.setattr(chain, "LEVELLED", 0 if module is levels else 96)  # levels settle most of these rows before
     states = after("settle_kernel", 4, monkeypatch)
     assert torch.equal(drawn(logits, step), expected)
     assert not left or OPEN.value in states[0].flatten().tolist(), f"seed {SEED}: {states}"
@@ -206,6 +213,7 @@ def test_frequencies(top_k: int, top_p: float) -> None:
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5 + 5, f"seed {SEED}"
 
 
+@pytest.mark.usefixtures("levelled")
 @pytest.mark.parametrize("scale", [0.2, 1.0, 2.0])
 def test_flat_rows_are_read_twice_and_no_more(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums before those that lead the race decide who wins it."""
@@ -225,6 +233,7 @@ def test_most_flat_rows_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(SEED)
     logits = torch.randn(count, width, generator=draw) * torch.tensor([1.0, 2.0]).repeat(count // 2)[:, None]
     step = batch([{"seed": SEED + n, "temperature": 0.8, "top_p": 0.9} for n in range(count)], width)
+    monkeypatch.setattr(chain, "LEVELLED", 0)
     states = after("race_kernel", 9, monkeypatch)
     assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
     again = int((states[0] == RACED.value).sum())
@@ -236,6 +245,7 @@ def test_what_is_above_a_few_levels_is_summed(monkeypatch: pytest.MonkeyPatch) -
     logits = torch.randn(4, 9001, generator=draw) * torch.tensor([0.3, 1.0, 2.0, 1.0])[:, None]
     rows = [{"seed": n, "temperature": 1.3, "top_p": p} for n, p in enumerate((0.9, 0.5, 0.95, 1.0))]
     step = batch(rows, 9001)
+    monkeypatch.setattr(chain, "LEVELLED", 0)
     peaks, guessed, tails = (after("survey_kernel", n, monkeypatch) for n in (3, 5, 6))
     assert torch.equal(drawn(logits, step), by_parts(logits, step, STAGES))
     padded = torch.nn.functional.pad(logits[:3].double(), (0, 3 * 4096 - 9001), value=-float("inf"))

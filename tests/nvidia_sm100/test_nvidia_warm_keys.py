@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from deepinfer_nvidia_sm100 import warmup
+from deepinfer_nvidia_sm100.ops import chain
 from deepinfer_nvidia_sm100.warm_tables import run_tables
 from gpu_support import ON_GPU, operator
 from test_nvidia_attention import INVARIANT, request
@@ -74,7 +75,9 @@ def test_no_request_compiles_a_kernel(
     from launches import recorded_launches
 
     dense("qwen3").float().save_pretrained(tmp_path)
-    monkeypatch.setattr(warmup, "TOGETHER", 2)
+    assert warmup.MANY >= chain.LEVELLED
+    for place, name in ((warmup, "TOGETHER"), (warmup, "MANY"), (chain, "LEVELLED")):
+        monkeypatch.setattr(place, name, 2)
     monkeypatch.setattr(warmup, "LENGTHS", (1, 5, 40, 70))
     config = {
         "plugins.paths": plugin_paths(),

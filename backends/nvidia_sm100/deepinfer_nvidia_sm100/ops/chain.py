@@ -30,9 +30,11 @@ from .weigh import WIDTH, weigh_kernel
 
 LOOK = 2048
 """Tokens that a race looks at together."""
+LEVELLED = 96
+"""Rows from which on levels are worth the kernel that guesses them: with fewer, a second reading takes no longer."""
 WEIGHERS = 8
-"""Programs of a row that is read again: most rows are not, and programs that leave at once take time, too."""
-WARPS = {"levels": 4, "survey": 4, "shortlist": 8, "race": 8, "band": 4, "weigh": 16, "settle": 8, "remove": 8}
+"""Programs of a row that may be read again, where levels spare most rows that: leaving at once takes time, too."""
+WARPS = {"levels": 4, "survey": 4, "shortlist": 8, "race": 8, "band": 4, "weigh": 8, "settle": 8, "remove": 8}
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch, stages: frozenset[str], limit: int) -> torch.Tensor:
@@ -90,15 +92,15 @@ def _run(
     fixed: dict[str, Any] = {
         "GREEDY": GREEDY_TEMPERATURE, "PURPOSE": PURPOSE_DRAW, "DRAW": out is not None, **dependent(logits)
     }  # fmt: skip
-    races = "top_p" in stages and out is not None
-    if races:
+    levelled = int("top_p" in stages and out is not None and rows >= LEVELLED)
+    if levelled:
         levels_kernel[(rows,)](
             logits, levels, *of_row, GREEDY=GREEDY_TEMPERATURE, num_warps=WARPS["levels"], **dependent(logits)
         )
     # As many registers as let seven parts share a multiprocessor.
     survey_kernel[(rows, parts)](
-        logits, maxima, bounds, peaks, sums, levels, tails, *of_row, GROUP=group, num_warps=WARPS["survey"], maxnreg=72,
-        **fixed,
+        logits, maxima, bounds, peaks, sums, levels, tails, *of_row, levelled, GROUP=group, num_warps=WARPS["survey"],
+        maxnreg=72, **fixed,
     )  # fmt: skip
     shortlist_kernel[(rows,)](
         logits, maxima, bounds, peaks, sums, chosen, listed, found, status, band, row_peak, row_total,
@@ -114,13 +116,13 @@ def _run(
             # As many registers as let two rows share a multiprocessor.
             race_kernel[(rows,)](
                 logits, maxima, bounds, peaks, sums, levels, tails, chosen, listed, status, edges, racers, row_peak,
-                row_total, *results, *of_row, parts, GREEDY=GREEDY_TEMPERATURE, PURPOSE=PURPOSE_DRAW, GROUP=group,
-                PARTS=pieces, PER_PART=per_part, LOOK=LOOK // group, num_warps=WARPS["race"], maxnreg=128,
+                row_total, *results, *of_row, levelled, parts, GREEDY=GREEDY_TEMPERATURE, PURPOSE=PURPOSE_DRAW,
+                GROUP=group, PARTS=pieces, PER_PART=per_part, LOOK=LOOK // group, num_warps=WARPS["race"], maxnreg=128,
                 **dependent(logits),
             )  # fmt: skip
-            weigh_kernel[(rows, min(weighings, WEIGHERS))](
+            weigh_kernel[(rows, min(weighings, WEIGHERS) if levelled else weighings)](
                 logits, edges, racers, weighed, status, vocab_size, logits.stride(0), width,
-                num_warps=WARPS["weigh"], maxnreg=64, **dependent(logits),
+                num_warps=WARPS["weigh"], maxnreg=128, **dependent(logits),
             )  # fmt: skip
     if "top_p" in stages or "top_k" in stages:
         settle_kernel[(rows,)](

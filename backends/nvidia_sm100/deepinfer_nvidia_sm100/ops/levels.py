@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import take_turn
+from .dependent import let_next_in, wait_turn
 from .ranks import limits_of, raced
 from .survey import LN2, quads
 
@@ -29,7 +29,9 @@ def levels_kernel(
     GREEDY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N,): ``levels [N, 4]``, ascending, of rows that race; the first :data:`.survey.LEVELS` are used."""
-    take_turn(DEPENDENT)
+    # In this order: what earlier kernels wrote is there for the next one too, which reads logits before it waits.
+    wait_turn(DEPENDENT)
+    let_next_in(DEPENDENT)
     row = tl.program_id(0)
     number = tl.arange(0, SAMPLE)
     runs = vocab_size // RUN

@@ -264,12 +264,12 @@ def race_row(
     return status, winner
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size", "levelled"])
 def race_kernel(
     logits, maxima, bounds, peaks, sums, levels, tails, groups, listed, state, edges, racers, row_peak, row_total,
     last, out,
     slots, positions, temperature, top_k, top_p, seed_lo, seed_hi, child, use_t, use_k, use_p, vocab_size, row_stride,
-    parts,
+    levelled, parts,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PER_PART: tl.constexpr,
     LOOK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -292,10 +292,11 @@ def race_kernel(
         if (peak > float("-inf")) & (peak < float("inf")):
             total = total_of(sums + row * parts, part, each, peak, heat)
             safe = tl.full((), float("inf"), tl.float32)
-            for level in tl.static_range(LEVELS):
-                tail = total_of(tails + row * (LEVELS * parts) + level * parts, part, each, peak, heat)
-                known = tail <= (p - NEAR) * total
-                safe = tl.minimum(safe, tl.where(known, tl.load(levels + row * 4 + level), float("inf")))
+            if levelled != 0:
+                for level in tl.static_range(LEVELS):
+                    tail = total_of(tails + row * (LEVELS * parts) + level * parts, part, each, peak, heat)
+                    known = tail <= (p - NEAR) * total
+                    safe = tl.minimum(safe, tl.where(known, tl.load(levels + row * 4 + level), float("inf")))
             tl.store(row_peak + row, peak)
             tl.store(row_total + row, total)
             status, winner = race_row(

@@ -31,9 +31,12 @@ def remove_kernel(
         target = logits + row.to(tl.int64) * row_stride + token
         inside = token < vocab_size
         if tl.max(best, axis=0) < least:
-            tl.store(target, tl.full((PART // LENGTH, LENGTH), float("-inf"), tl.float32), mask=inside)
+            gone = tl.full((PART // LENGTH, LENGTH), float("-inf"), tl.float32)
+            tl.store(target, gone, mask=inside, cache_modifier=".cs")
         else:
-            value = tl.load(target, mask=inside & (best >= least)[:, None], other=float("-inf"))
+            # Neither what is read last nor what is written stays in the cache, which has better use for its room.
+            there = inside & (best >= least)[:, None]
+            value = tl.load(target, mask=there, other=float("-inf"), eviction_policy="evict_first")
             key = key_of(value)
             stays = (key > least) | ((key == least) & (token <= token_of(rank)))
-            tl.store(target, tl.where(stays, value, float("-inf")), mask=inside)
+            tl.store(target, tl.where(stays, value, float("-inf")), mask=inside, cache_modifier=".cs")

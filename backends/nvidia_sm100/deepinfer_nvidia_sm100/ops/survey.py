@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import take_turn
+from .dependent import let_next_in, wait_turn
 from .groups import PART, RUNS
 from .noise import philox
 from .ranks import limits_of, raced
@@ -75,10 +75,11 @@ def added(a, a0, a1, a2, b, b0, b1, b2):
 
 @triton.jit
 def part_of(given, token, first, vocab_size):
+    """A part's logits, past the first-level cache: they may be asked for before the kernel waits for the one before."""
     if first + PART <= vocab_size:
-        value = tl.load(given)
+        value = tl.load(given, cache_modifier=".cg")
     else:
-        value = tl.load(given, mask=token < vocab_size, other=float("-inf"))
+        value = tl.load(given, mask=token < vocab_size, other=float("-inf"), cache_modifier=".cg")
     return value
 
 
@@ -88,19 +89,22 @@ def over_groups(x, GROUP: tl.constexpr):
     return tl.reduce(tl.reduce(tl.reshape(x, (RUNS, PART // GROUP, GROUP // RUNS // 4)), 0, larger), 1, larger)
 
 
-@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size"])
+@triton.jit(do_not_specialize=["use_t", "use_k", "use_p", "vocab_size", "levelled"])
 def survey_kernel(
     logits, maxima, bounds, peaks, sums, levels, tails, slots, positions, temperature, top_k, top_p, seed_lo, seed_hi,
-    child, use_t, use_k, use_p, vocab_size, row_stride,
+    child, use_t, use_k, use_p, vocab_size, row_stride, levelled,
     GREEDY: tl.constexpr, PURPOSE: tl.constexpr, GROUP: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, parts), of the first ``vocab_size`` logits of a row: ``peaks [N, parts]`` the largest, or a
     NaN; ``maxima [N, parts * PART / GROUP]`` logits; of rows that top-k does not cut, ``bounds`` of scores, times the
     divisor, less BOUND_SHIFT of it, and without the row's largest logit taken off; of rows that only top-p cuts,
     ``sums`` of exponentials from the part's largest on. Their bounds are what four tokens' best logit and best noise
-    would give together, which is looser by some 2 and takes a third of the time. Of rows that race, ``tails [N, LEVELS,
-    parts]``: as ``sums``, of four tokens each of which the largest is at or above a level, or more than that."""
-    take_turn(DEPENDENT)
+    would give together, which is looser by some 2 and takes a third of the time. ``levelled``: :mod:`.levels` ran just
+    before; then, of rows that race, ``tails [N, LEVELS, parts]``: as ``sums``, of every four tokens of which the
+    largest is at or above a level."""
+    let_next_in(DEPENDENT)
+    if levelled == 0:
+        wait_turn(DEPENDENT)
     row = tl.program_id(0)
     first = tl.program_id(1) * PART
     token = first + tl.arange(0, PART)
@@ -123,6 +127,7 @@ def survey_kernel(
             # Half of what there is to do, while the logits are on their way.
             w0, w1, w2, w3 = words_of(first, position, low, high, its_child, PURPOSE)
             least = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
+        wait_turn(DEPENDENT)  # for the levels: what is read above was there before they were begun
         x0, x1, x2, x3 = quads(value, PART)
         place = row * tl.num_programs(1) + tl.program_id(1)
         groups = place * (PART // GROUP) + tl.arange(0, PART // GROUP)
@@ -143,7 +148,7 @@ def survey_kernel(
             tl.store(bounds + groups, over_groups(bound, GROUP))
         if (p < 1.0) & (k == 0) & (top > float("-inf")):
             weight, unit = weights_of(x0, x1, x2, x3, top, heat)
-            if DRAW and raced(k, p):
+            if DRAW and raced(k, p) & (levelled != 0):
                 level0 = tl.load(levels + row * 4)
                 level1 = tl.load(levels + row * 4 + 1)
                 level2 = tl.load(levels + row * 4 + 2)

@@ -13,7 +13,7 @@ from deepinfer_core.api import GREEDY_TEMPERATURE, BuildContext, SamplingBatch, 
 
 from .dependent import dependent, take_turn
 
-PART = 4096
+PART, WARPS = 2048, 8
 
 
 @triton.jit
@@ -73,12 +73,13 @@ def apply_kernel(
         # The parts that were read last come first: those are still in the cache.
         token = (parts - 1 - tl.program_id(1)) * PART + tl.arange(0, PART)
         place = logits + row.to(tl.int64) * row_stride + token
-        score = tl.load(place, mask=token < vocab_size, other=0.0) - peak
+        # Neither what is read last nor what is written stays in the cache, which has better use for its room.
+        score = tl.load(place, mask=token < vocab_size, other=0.0, eviction_policy="evict_first") - peak
         if MIN_P:
             floor = tl.log(value.to(tl.float64)).to(tl.float32)
             tl.store(place, float("-inf"), mask=(token < vocab_size) & (score < floor))
         else:
-            tl.store(place, tl.div_rn(score, value), mask=token < vocab_size)
+            tl.store(place, tl.div_rn(score, value), mask=token < vocab_size, cache_modifier=".cs")
 
 
 class _Stage:
@@ -97,8 +98,8 @@ class _Stage:
         peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         arguments = (logits, peaks, batch.slots, parameter, vocab_size, logits.stride(0))
         fixed = {"GREEDY": GREEDY_TEMPERATURE, "MIN_P": self.MIN_P, "PART": PART, **dependent(logits)}
-        peak_kernel[(rows, parts)](*arguments, **fixed)
-        apply_kernel[(rows, parts)](*arguments, **fixed, PARTS=triton.next_power_of_2(parts))
+        peak_kernel[(rows, parts)](*arguments, **fixed, num_warps=WARPS)
+        apply_kernel[(rows, parts)](*arguments, **fixed, PARTS=triton.next_power_of_2(parts), num_warps=WARPS)
         return logits
 
 

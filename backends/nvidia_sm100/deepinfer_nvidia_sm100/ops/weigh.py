@@ -28,7 +28,9 @@ def weigh_kernel(
         for turn in range(tl.program_id(1), pieces, tl.num_programs(1)):
             piece = pieces - 1 - turn  # what was read last is still in the cache
             token = piece * WIDTH + tl.arange(0, WIDTH)
-            value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < width, other=float("-inf"))
+            given = logits + row.to(tl.int64) * row_stride + token
+            # First to leave the cache: the pieces that are still there, and not read again yet, stay.
+            value = tl.load(given, mask=token < width, other=float("-inf"), eviction_policy="evict_first")
             tl.debug_barrier()  # or the compiler lets the row's numbers come first, one after the other
             peak = tl.load(row_edges + 2 * SLOTS)
             scale = tl.load(row_edges + 2 * SLOTS + 1)
