@@ -15,6 +15,8 @@ from typing import Any
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor, for one program, on the chips that are served."""
 WARPS = (1, 2, 4, 8, 16)
+HELD_ROWS = 16
+"""Of a step, at most, where the weight goes straight to registers: of the matrix unit."""
 MAKE = "make one with: deepinfer tune"
 
 
@@ -59,6 +61,8 @@ def _check_shape(section: str, shape: str, entries: Any) -> None:
             raise BadTable(f"{where}: most rows {most!r}: expected whole numbers in ascending order; {MAKE}")
         before = most
         problem = None if answer is None else _problem(section, answer)
+        if not problem and answer and answer[0] == "held" and most > HELD_ROWS:
+            problem = f"such tiles are for {HELD_ROWS} rows at most"
         if problem:
             raise BadTable(f"{where}, up to {most} rows: {json.dumps(answer)}: {problem}; run deepinfer tune again")
 
@@ -107,12 +111,37 @@ def _tile(numbers: Sequence[Any], weight_bytes: int, row_bytes: int) -> str | No
     return wrong or _shared(block_k * (weight_bytes * block_n + row_bytes * block_m) * stages)
 
 
+def _held(numbers: Sequence[Any]) -> str | None:
+    """``["held", block_n, warps, held, splits, ahead, registers]``, as :class:`.held_rows.HeldTile` says."""
+    if len(numbers) != 7:
+        return 'expected ["held", block_n, warps, held, splits, ahead, registers]'
+    block_n, warps, held, splits, ahead, registers = numbers[1:]
+    return _first(
+        _power("block_n", block_n, 8, 16),
+        None if warps in WARPS else f"warps {warps!r}: expected one of {', '.join(map(str, WARPS))}",
+        _at_least("held", held, 1),
+        _at_least("splits", splits, 1),
+        _at_least("ahead", ahead, 1),
+        None
+        if registers == 0 or (_number(registers) and 24 <= registers <= 255)
+        else f"registers {registers!r}: expected 24 to 255, or 0 for as many as the compiler takes",
+    )
+
+
 def _plain(numbers: Sequence[Any]) -> str | None:
+    return _held(numbers) if numbers[:1] == ["held"] else _fixed(numbers)
+
+
+def _fixed(numbers: Sequence[Any]) -> str | None:
     return _tile(numbers, 2, 2)
 
 
 def _gated(numbers: Sequence[Any]) -> str | None:
-    wrong = _tile(numbers, 2, 2)
+    return _held(numbers) if numbers[:1] == ["held"] else _fixed_gated(numbers)
+
+
+def _fixed_gated(numbers: Sequence[Any]) -> str | None:
+    wrong = _fixed(numbers)
     if wrong is None and any(numbers[6:7]) and (numbers[3] != 1 or numbers[0] < 128):
         return "tensor descriptors end in a gate by one part and 128 columns or more"
     return wrong
@@ -165,8 +194,8 @@ CHECKS: dict[str, Callable[[Sequence[Any]], str | None]] = {
     "linear": _plain,
     "gated_linear": _gated,
     "between_attention": _plain,
-    "fixed_linear": _plain,
-    "fixed_gated_linear": _gated,
+    "fixed_linear": _fixed,
+    "fixed_gated_linear": _fixed_gated,
     "fp8_plain": _fp8(2),
     "fp8_rounded": _fp8(1),
 }

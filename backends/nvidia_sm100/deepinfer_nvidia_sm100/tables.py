@@ -2,7 +2,8 @@
 
 ``linear`` maps ``"NxK"`` to a list of ``[most rows, tile]`` in ascending order, where tile is null for cuBLAS, or
 ``[block_n, block_m, block_k, splits, stages, warps]``, with ``true`` behind it where tensor descriptors are used, and
-another where the next kernel is let in late. ``gated_linear`` has the same for products that end in a gate,
+another where the next kernel is let in late; or ``["held", block_n, warps, held, splits, ahead, registers]``
+(:class:`.held_rows.HeldTile`). ``gated_linear`` has the same for products that end in a gate,
 ``between_attention`` for all products of that region, measured among the kernels of a layer.
 """
 
@@ -19,11 +20,13 @@ import torch
 from deepinfer_core.api import ConfigError
 
 from . import table_file
-from .ops.few_rows import Tile
+from .ops.few_rows import AnyTile, Tile
+from .ops.held_rows import HeldTile
 
 FOLDER = Path(__file__).with_name("tuned")
 TILE_FIELDS = ("block_n", "block_m", "block_k", "splits", "stages", "warps")
 TILE_FLAGS = ("described", "late")
+HELD_FIELDS = ("block_n", "warps", "held", "splits", "ahead", "registers")
 
 
 def architecture(device: torch.device) -> str:
@@ -40,12 +43,21 @@ def tile_of(numbers: list[Any]) -> Tile:
     return Tile(**dict(zip(TILE_FIELDS, sizes, strict=True)), **dict(zip(TILE_FLAGS, flags, strict=False)))
 
 
-def numbers_of(tile: Tile) -> list[Any]:
+def numbers_of(tile: AnyTile) -> list[Any]:
     """The other way."""
+    if isinstance(tile, HeldTile):
+        return ["held", *(getattr(tile, field) for field in HELD_FIELDS)]
     flags = [getattr(tile, flag) for flag in TILE_FLAGS]
     while flags and not flags[-1]:
         flags.pop()
     return [getattr(tile, field) for field in TILE_FIELDS] + flags
+
+
+def any_tile_of(numbers: list[Any]) -> AnyTile:
+    """The same, of either kind."""
+    if numbers[0] == "held":
+        return HeldTile(**dict(zip(HELD_FIELDS, numbers[1:], strict=True)))
+    return tile_of(numbers)
 
 
 @functools.cache
@@ -82,10 +94,10 @@ def linear_tile(
     rows: int,
     own: str | None = None,
     section: str = "linear",
-) -> Tile | Literal["thumb"] | None:
+) -> AnyTile | Literal["thumb"] | None:
     """The tile for this product; None where cuBLAS was faster; ``"thumb"`` where nothing was measured."""
     found = answer_for(section, device, out_features, in_features, rows, own)
-    return tile_of(found) if isinstance(found, list) else found
+    return any_tile_of(found) if isinstance(found, list) else found
 
 
 def joined(answers: Iterable[tuple[int, Any]]) -> list[list[Any]]:

@@ -22,24 +22,24 @@ from deepinfer_core.api import (
 )
 from deepinfer_nvidia_sm100.tables import linear_tile
 
-from .few_rows import Tile, launch
+from .few_rows import AnyTile, launch
 from .gated_linear import GatedLinear
 from .linear import Linear, PackedWeight, few_tiles, thumb
 from .normed_rows import Add, Scale
 from .rms_norm import RmsNorm
 
-Tiles = dict[BetweenPart, Tile]
+Tiles = dict[BetweenPart, AnyTile]
 ROWS_ALONE = 16
 """Rows up to which tiles that were measured for each product alone made whole steps faster, too. At 64 rows it depends
 on which programs of the next kernel come in beside those of the last: such tiles made steps 4 % slower than norms of
 their own, others 4 % faster."""
 
 
-def _tiles(request: LinearRequest, context: BuildContext, section: str = "linear") -> dict[int, Tile | None]:
+def _tiles(request: LinearRequest, context: BuildContext, section: str = "linear") -> dict[int, AnyTile | None]:
     """What was measured among the products and attention of a layer; else, for very few rows, for the product alone."""
     own = None if context.settings is None else context.settings.table
 
-    def alone(out_features: int, in_features: int, rows: int) -> Tile | None:
+    def alone(out_features: int, in_features: int, rows: int) -> AnyTile | None:
         if rows > ROWS_ALONE:
             return None
         found = linear_tile(context.device, out_features, in_features, rows, own, section)

@@ -19,38 +19,13 @@ import triton.language as tl
 
 from .dependent import dependent, let_next_in_late, take_turn
 from .described_rows import describable, launch_described
+from .finished_tile import store_tile
+from .held_rows import HeldTile, launch_held
 from .normed_rows import Add, Scale, add_tile, arguments, norm_scale, row_squares
 from .starting import starter
 
 UNIT = 128
 """Elements of K: parts of a split product are multiples of it."""
-
-
-@triton.jit
-def store_tile(
-    out, acc, bias, tile, row, row_mask, column, column_mask, N, limit,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):  # fmt: skip
-    """Write a finished tile of the product, or what the gate makes of it; ROUNDED: of the product as it is stored."""
-    if BIAS:
-        acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        half: tl.constexpr = BLOCK_N // 2
-        if ROUNDED:
-            acc = acc.to(out.dtype.element_ty).to(tl.float32)
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (half, 2, BLOCK_M)), (0, 2, 1)))
-        if LIMITED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        value = gate / (1.0 + tl.exp(-gate)) * up
-        width = N // 2
-        pair = tile * half + tl.arange(0, half)
-        place = row[None, :].to(tl.int64) * width + pair[:, None]
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=(pair < width)[:, None] & row_mask[None, :])
-    else:
-        place = row[None, :].to(tl.int64) * N + column[:, None]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=column_mask[:, None] & row_mask[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "splits", "limit", "parts", "eps"])
@@ -188,6 +163,10 @@ class Tile:
         return 2 * self.block_k * (self.block_n + self.block_m) * self.stages
 
 
+AnyTile = Tile | HeldTile
+"""Ways to multiply few rows that a table of tuned tiles may name."""
+
+
 def part_length(inner: int, splits: int, step: int) -> int:
     """Elements of K in each of so many parts, but perhaps the last: the same for every step up to :data:`UNIT`."""
     unit = max(UNIT, step)
@@ -207,7 +186,7 @@ def launch(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tile: Tile,
+    tile: AnyTile,
     arrived: torch.Tensor,
     *,
     gated: bool = False,
@@ -225,9 +204,27 @@ def launch(
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
+    normed, flags = arguments(add, scale, out)
+    if isinstance(tile, HeldTile):
+        launch_held(
+            x,
+            weight,
+            bias,
+            out,
+            tile,
+            arrived,
+            partial,
+            gated=gated,
+            limit=limit,
+            rounded=rounded,
+            normed=normed,
+            flags=flags,
+            options=options,
+            compile_only=compile_only,
+        )
+        return
     if tile.late and options["DEPENDENT"]:
         options["DEPENDENT"] = 2
-    normed, flags = arguments(add, scale, out)
     if tile.described and describable(x) and describable(weight):
         launch_described(
             x,

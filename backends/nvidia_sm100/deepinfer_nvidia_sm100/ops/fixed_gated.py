@@ -7,13 +7,10 @@ Floor: as :mod:`.gated_linear`.
 
 from __future__ import annotations
 
-from functools import partial
-
 from deepinfer_core.api import BuildContext, GatedLinearRequest
 
-from .fixed_linear import FixedOrderLinear, thumb
+from .fixed_linear import FixedOrderLinear, fixed_tiles
 from .gated_linear import Gated
-from .linear import few_tiles
 
 
 class FixedOrderGatedLinear(Gated):
@@ -21,7 +18,7 @@ class FixedOrderGatedLinear(Gated):
 
     def __init__(self, request: GatedLinearRequest, context: BuildContext) -> None:
         linear = FixedOrderLinear(request.linear, context)
-        tiles = few_tiles(request.linear, context, "fixed_gated_linear", partial(thumb, linear.splits))
+        tiles = fixed_tiles(request.linear, context, "fixed_gated_linear", linear.splits)
         # Tensor descriptors bring both halves of a tile for sums that are not cut only.
         agreeing = {
             rows: tile

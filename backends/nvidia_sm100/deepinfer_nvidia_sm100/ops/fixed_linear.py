@@ -58,6 +58,14 @@ def thumb(splits: int, columns: int, inner: int, rows: int) -> Tile | None:
     return None if splits == 1 else attrs.evolve(TURNED, splits=splits)
 
 
+def fixed_tiles(
+    request: LinearRequest, context: BuildContext, section: str, splits: int, most: int = FEW
+) -> dict[int, Tile | None]:
+    """As :func:`few_tiles`. There is no :class:`HeldTile` among them: its sums have an order of their own."""
+    found = few_tiles(request, context, section, partial(thumb, splits), most)
+    return {rows: tile for rows, tile in found.items() if tile is None or isinstance(tile, Tile)}
+
+
 def _splits(request: LinearRequest, context: BuildContext) -> int:
     """Of the table's first tile for this shape, or by rule."""
     if request.dtype == "float32":
@@ -80,7 +88,7 @@ class FixedOrderLinear:
         self._many = NARROW if tables.architecture(context.device).startswith("sm_10") else MANY
         self._steady: frozenset[int] | None = None
         self.splits = _splits(request, context)
-        self._tiles = few_tiles(request, context, "fixed_linear", partial(thumb, self.splits), EACH)
+        self._tiles = fixed_tiles(request, context, "fixed_linear", self.splits, EACH)
         self._length = part_length(request.in_features, self.splits, UNIT)
         for tile in self._tiles.values():
             if tile is not None and not self.agrees(tile):

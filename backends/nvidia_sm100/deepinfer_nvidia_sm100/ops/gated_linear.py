@@ -14,7 +14,7 @@ import torch
 
 from deepinfer_core.api import BuildContext, GatedLinearRequest, WeightPart
 
-from .few_rows import Tile, launch
+from .few_rows import AnyTile, launch
 from .linear import Linear, PackedWeight, few_tiles
 from .swiglu import Swiglu
 
@@ -42,7 +42,7 @@ class Gated:
         request: GatedLinearRequest,
         context: BuildContext,
         linear: Product,
-        tiles: Mapping[int, Tile | None],
+        tiles: Mapping[int, AnyTile | None],
         rounded: bool = False,
     ) -> None:
         self._linear = linear

@@ -14,13 +14,15 @@ import torch
 from deepinfer_core.api import BuildContext, LinearRequest, WeightPart
 from deepinfer_nvidia_sm100.tables import linear_tile
 
-from .few_rows import Tile, launch
+from .few_rows import AnyTile, Tile, launch
 
 FEW = 64
 """Rows up to which reading the weight is all the time there is."""
 ROWS = (16, 32, 64)
 """Rows of a tile: the smallest that holds the step's rows."""
 TARGET_PROGRAMS = 256
+LEAST_COLUMNS = 8
+"""Of a tile: as many counters as there can be tiles are kept."""
 
 
 @attrs.frozen
@@ -58,16 +60,16 @@ def few_tiles(
     request: LinearRequest,
     context: BuildContext,
     section: str = "linear",
-    unmeasured: Callable[[int, int, int], Tile | None] = thumb,
+    unmeasured: Callable[[int, int, int], AnyTile | None] = thumb,
     most: int = FEW,
-) -> dict[int, Tile | None]:
+) -> dict[int, AnyTile | None]:
     """Tiles of all numbers of rows up to ``most``, for which they can be faster than cuBLAS; None where they were
     measured not to be.
 
     ``section``: of the table (:mod:`..tables`). ``unmeasured``: makes the tile of a shape that is not there.
     """
     own = None if context.settings is None else context.settings.table
-    tiles: dict[int, Tile | None] = {}
+    tiles: dict[int, AnyTile | None] = {}
     for rows in range(1, most + 1) if request.dtype != "float32" else ():
         found = linear_tile(context.device, request.out_features, request.in_features, rows, own, section)
         tiles[rows] = unmeasured(request.out_features, request.in_features, rows) if found == "thumb" else found
@@ -93,13 +95,13 @@ class _Linear:
         self._device = context.device
         self._dtype: torch.dtype = getattr(torch, request.dtype)
         self._out_dtype: torch.dtype = getattr(torch, request.out_dtype)
-        self._arrived = torch.zeros(-(-request.out_features // 16), dtype=torch.int32, device=context.device)
+        self._arrived = torch.zeros(-(-request.out_features // LEAST_COLUMNS), dtype=torch.int32, device=context.device)
 
     def prepare(self, weights: Sequence[WeightPart], bias: torch.Tensor | None = None) -> PackedWeight:
         """On the device, in the compute dtype."""
         return pack(self._request, self._device, weights, bias)
 
-    def _few(self, x: torch.Tensor, weight: PackedWeight, tile: Tile) -> torch.Tensor:
+    def _few(self, x: torch.Tensor, weight: PackedWeight, tile: AnyTile) -> torch.Tensor:
         out = torch.empty((x.shape[0], weight.weight.shape[0]), dtype=self._out_dtype, device=x.device)
         if out.numel():
             x = x if x.stride(-1) == 1 else x.contiguous()
