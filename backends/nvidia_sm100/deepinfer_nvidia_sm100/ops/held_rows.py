@@ -1,14 +1,14 @@
 """Matrix products of up to sixteen rows whose weight goes from memory straight to the registers the matrix unit reads.
 
 A program takes 8 or 16 rows of the weight. Its warps share K in pieces of 32 elements each, and ask for ``held`` pieces
-before they need the first: 128 to 200 KB are on their way to a multiprocessor. A thread asks for 16 neighbouring bytes of
-a row, and these are its operand as they lie, since K is permuted alike for both operands. So there is no copy to shared
-memory, no barrier and no pipeline that must fill; the warps' sums meet once, at the end. The weight is asked for before
-the kernel waits for the one before it, which cannot have written it: memory works on while one kernel ends and the next
-begins.
+before they need the first: 100 to 200 KB are on their way to a multiprocessor. A thread asks for 16 neighbouring bytes
+of a row, and these are its operand as they lie, since K is permuted alike for both operands. So there is no copy to
+shared memory, no barrier and no pipeline that must fill; the warps' sums meet once, at the end. The weight is asked for
+before the kernel waits for the one before it, which cannot have written it: memory works on while one kernel ends and
+the next begins.
 
-The matrix unit takes sixteen rows. Where the step has fewer, a tile of them holds the row's next pieces instead, sixteen
-for one row, so that one load brings them all; of each product those rows count that are of the weight's piece.
+The matrix unit takes sixteen rows. Where the step has fewer, a tile of them holds the row's next pieces instead,
+sixteen for one row, so that one load brings them all; of each product those rows count that are of the weight's piece.
 
 Floor: bytes of the weight, 2·N·K in 16 bits.
 """
@@ -35,8 +35,8 @@ PIECE = 32
 
 @triton.jit
 def operand(piece, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """``[ROWS, WARPS, 32]`` -> ``[WARPS, ROWS, 32]``, eight neighbours of a thread as the two quadruples it has to hold:
-    K is permuted."""
+    """``[ROWS, WARPS, 32]`` -> ``[WARPS, ROWS, 32]``, K permuted: eight neighbours of a thread are the two quadruples
+    that the matrix unit's layout gives it."""
     return tl.reshape(tl.permute(tl.reshape(piece, (ROWS, WARPS, 4, 2, 4)), (1, 0, 3, 2, 4)), (WARPS, ROWS, 32))
 
 
@@ -133,7 +133,7 @@ def held_rows_kernel(
     ROUNDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (ceil(N / COLUMNS), splits); a split has PIECES pieces for each warp. Tensors as ``few_rows_kernel`` has them.
+    """Grid (ceil(N / COLUMNS), splits); a split has PIECES pieces for each warp. Tensors: as ``few_rows_kernel``'s.
 
     ROWS: 1, 2, 4, 8 or 16, at least M. HELD pieces of the weight and AHEAD tiles of rows are asked for ahead.
     """
@@ -150,13 +150,13 @@ def held_rows_kernel(
     let_next_in(DEPENDENT)
     held = (columns_piece(weight, first, inner, N, K, COLUMNS, WARPS, EVEN_K, GATED),)
     for piece in tl.static_range(1, HELD):
-        held = held + (columns_piece(weight, first, inner + piece * step, N, K, COLUMNS, WARPS, EVEN_K, GATED),)  # type: ignore[assignment]
+        held += (columns_piece(weight, first, inner + piece * step, N, K, COLUMNS, WARPS, EVEN_K, GATED),)  # type: ignore[assignment]
     if ADD:
         factor = tl.load(norm_weight + column, mask=column_mask, other=0.0).to(tl.float32)  # no kernel writes it
     wait_turn(DEPENDENT)
     given = (rows_tile(x, x_stride, 0, inner, M, K, WARPS, TURNS, PIECES, EVEN_K),)
     for turn in tl.static_range(1, AHEAD):
-        given = given + (rows_tile(x, x_stride, turn * TURNS, inner, M, K, WARPS, TURNS, PIECES, EVEN_K),)
+        given += (rows_tile(x, x_stride, turn * TURNS, inner, M, K, WARPS, TURNS, PIECES, EVEN_K),)  # type: ignore[assignment]
     place = row[None, :].to(tl.int64) * N + column[:, None]
     mask = column_mask[:, None] & row_mask[None, :]
     if ADD:
@@ -174,10 +174,10 @@ def held_rows_kernel(
             sums += tl.where(turn_of == piece % TURNS, tl.dot(left, right, input_precision="ieee"), 0.0)
         if piece + HELD < PIECES:
             later = inner + (piece + HELD) * step
-            held = held + (columns_piece(weight, first, later, N, K, COLUMNS, WARPS, EVEN_K, GATED),)
+            held += (columns_piece(weight, first, later, N, K, COLUMNS, WARPS, EVEN_K, GATED),)  # type: ignore[assignment]
         if piece % TURNS == TURNS - 1 and piece // TURNS + AHEAD < TILES:
             later_tile = (piece // TURNS + AHEAD) * TURNS
-            given = given + (rows_tile(x, x_stride, later_tile, inner, M, K, WARPS, TURNS, PIECES, EVEN_K),)
+            given += (rows_tile(x, x_stride, later_tile, inner, M, K, WARPS, TURNS, PIECES, EVEN_K),)  # type: ignore[assignment]
     acc = tl.trans(tl.sum(tl.reshape(tl.sum(sums, axis=0), (ROWS, TURNS, COLUMNS)), axis=1))
     last = True
     if SPLIT:
@@ -209,8 +209,8 @@ def held_rows_kernel(
 @attrs.frozen(kw_only=True)
 class HeldTile:
     """One way to multiply so. ``block_n``: rows of the weight, 8 or 16. ``held``: pieces of the weight, and ``ahead``:
-    tiles of the step's rows, that are asked for before they are needed. ``registers`` of a thread at most; 0: as many as
-    the compiler takes."""
+    tiles of the step's rows, that are asked for before they are needed. ``registers`` of a thread at most; 0: as many
+    as the compiler takes."""
 
     block_n: int
     warps: int
