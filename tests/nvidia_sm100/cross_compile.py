@@ -21,6 +21,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a machine that has a GPU, too, everything lies in the host's memory
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "core")]
 
+import attrs
 import numpy as np
 import torch
 import triton
@@ -31,6 +32,7 @@ from deepinfer_nvidia_sm100.ops import paged_attention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
+from deepinfer_nvidia_sm100.ops.held_rows import HeldTile
 from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale
 from reference_support import batch
 from triton.backends.compiler import GPUTarget
@@ -208,6 +210,19 @@ def between_by_descriptors() -> None:
     launch(x, weight, None, out, gate, arrived, gated=True, scale=Scale(squares, 40, 1e-6))
 
 
+def held(rows: int) -> None:
+    """The weight straight in registers, with every end that a product can have."""
+    x, out = torch.empty((rows, HIDDEN), dtype=torch.bfloat16), torch.empty((rows, 2 * INNER), dtype=torch.bfloat16)
+    weight, arrived = torch.empty((2 * INNER, HIDDEN), dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    whole = HeldTile(block_n=8, warps=4, held=10, splits=1, ahead=3)
+    launch(x, weight, None, out, whole, arrived)
+    launch(x, weight, None, out, attrs.evolve(whole, splits=2), arrived)
+    launch(x, weight, None, out, HeldTile(block_n=16, warps=4, held=10, splits=1, ahead=2), arrived)
+    squares = torch.empty((320, rows))
+    launch(x, weight, None, out, whole, arrived, gated=True, scale=Scale(squares, 320, 1e-6))
+    launch(x, weight, None, out, whole, arrived, add=Add(out, out[0], squares))
+
+
 def fp8_linear(rows: int, out: int, inner: int, activations: str = "") -> None:
     stored = "fp8:e4m3:128x128"
     request = LinearRequest(
@@ -336,6 +351,8 @@ CASES: dict[str, Callable[[], None]] = {
     "linear 24 rows": lambda: linear(24, 6144, HIDDEN),
     "linear 64 rows": lambda: linear(64, 6144, HIDDEN),
     "linear logits": lambda: linear(1, VOCAB, HIDDEN, out_dtype="float32"),
+    "held 1 row": lambda: held(1),
+    "held 16 rows": lambda: held(16),
     "fp8 1 row": lambda: fp8_linear(1, 7168, 4096),
     "fp8 64 rows": lambda: fp8_linear(64, 7168, 4096),
     "fp8 widened": lambda: fp8_linear(4096, 7168, 4096),

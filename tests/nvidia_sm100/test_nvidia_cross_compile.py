@@ -50,6 +50,8 @@ BY_WARPS = {
     "fixed decode",
     "fp8 cache decode",
     "fp8 cache prompt",
+    "held 1 row",
+    "held 16 rows",
 }
 """Too few rows for the larger unit's instructions, on one generation at least: those of single warps."""
 ONLY_90 = {"fp8 rounded by roles"}
@@ -80,6 +82,8 @@ ALL = [
     "linear 64 rows",
     "linear logits",
     "linear fixed tile",
+    "held 1 row",
+    "held 16 rows",
     "fp8 1 row",
     "fp8 64 rows",
     "fp8 widened",

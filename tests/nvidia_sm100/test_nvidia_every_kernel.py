@@ -37,6 +37,7 @@ COMPARED = {
     "fixed_attention_kernel": "test_nvidia_attention.py::test_fixed_chunks_equal_the_formula",
     "fp8_few_rows_kernel": "test_nvidia_fp8_linear.py::test_results_in_float32",
     "fp8_many_rows_kernel": "test_nvidia_fp8_linear.py::test_tiles_of_many_rows",
+    "held_rows_kernel": "test_nvidia_held_rows.py::test_every_number_of_rows",
     "ids_kernel": "test_nvidia_sampling.py::test_mask",
     "input_ids_kernel": "test_nvidia_sampling.py::test_runner_operators",
     "inputs_kernel": "test_nvidia_fused.py::test_attention_inputs",

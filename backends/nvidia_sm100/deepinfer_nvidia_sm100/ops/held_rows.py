@@ -162,7 +162,7 @@ def held_rows_kernel(
     if ADD:
         before = tl.load(residual + place, mask=mask, other=0.0)
     if PARTS:
-        found = row_squares(squares, row, row_mask, M, parts, PARTS)
+        factor_of_row = norm_scale(row_squares(squares, row, row_mask, M, parts, PARTS), K, eps)
     turn_of = (tl.arange(0, 16) % TURNS)[None, :, None]
     sums = tl.zeros((WARPS, 16, COLUMNS), tl.float32)
     for piece in tl.static_range(PIECES):
@@ -192,7 +192,7 @@ def held_rows_kernel(
             tl.store(arrived + tile, 0)
     if last:
         if PARTS:
-            acc *= norm_scale(found, K, eps)[None, :]
+            acc *= factor_of_row[None, :]
         if ADD:
             add_tile(
                 out, residual, factor, squares, acc, before, bias, tile, row, row_mask, column, column_mask, M, N, BIAS
