@@ -34,6 +34,7 @@ from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
 from deepinfer_nvidia_sm100.ops.held_rows import HeldTile
 from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale
+from deepinfer_nvidia_sm100.ops.one_row import OneRowTile
 from reference_support import batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -223,6 +224,21 @@ def held(rows: int) -> None:
     launch(x, weight, None, out, whole, arrived, add=Add(out, out[0], squares))
 
 
+def one_row() -> None:
+    """Without the matrix unit, with every end that a product can have."""
+    x, out = torch.empty((1, HIDDEN), dtype=torch.bfloat16), torch.empty((1, 2 * INNER), dtype=torch.bfloat16)
+    weight, arrived = torch.empty((2 * INNER, HIDDEN), dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    squares = torch.empty((640, 1))
+    for tile in (
+        OneRowTile(block_n=2, block_k=512, splits=1, warps=2),
+        OneRowTile(block_n=4, block_k=1024, splits=1, warps=4),
+        OneRowTile(block_n=4, block_k=256, splits=2, warps=2),
+    ):
+        launch(x, weight, None, out, tile, arrived)
+        launch(x, weight, None, out, tile, arrived, gated=True, scale=Scale(squares, 640, 1e-6))
+        launch(x, weight, None, out, tile, arrived, add=Add(out, out[0], squares))
+
+
 def fp8_linear(rows: int, out: int, inner: int, activations: str = "") -> None:
     stored = "fp8:e4m3:128x128"
     request = LinearRequest(
@@ -351,6 +367,7 @@ CASES: dict[str, Callable[[], None]] = {
     "linear 24 rows": lambda: linear(24, 6144, HIDDEN),
     "linear 64 rows": lambda: linear(64, 6144, HIDDEN),
     "linear logits": lambda: linear(1, VOCAB, HIDDEN, out_dtype="float32"),
+    "one row in registers": one_row,
     "held 1 row": lambda: held(1),
     "held 16 rows": lambda: held(16),
     "fp8 1 row": lambda: fp8_linear(1, 7168, 4096),

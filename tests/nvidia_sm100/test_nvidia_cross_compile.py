@@ -82,6 +82,7 @@ ALL = [
     "linear 64 rows",
     "linear logits",
     "linear fixed tile",
+    "one row in registers",
     "held 1 row",
     "held 16 rows",
     "fp8 1 row",

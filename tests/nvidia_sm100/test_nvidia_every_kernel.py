@@ -37,7 +37,7 @@ COMPARED = {
     "fixed_attention_kernel": "test_nvidia_attention.py::test_fixed_chunks_equal_the_formula",
     "fp8_few_rows_kernel": "test_nvidia_fp8_linear.py::test_results_in_float32",
     "fp8_many_rows_kernel": "test_nvidia_fp8_linear.py::test_tiles_of_many_rows",
-    "held_rows_kernel": "test_nvidia_held_rows.py::test_every_number_of_rows",
+    "held_rows_kernel": "test_nvidia_weight_in_registers.py::test_every_number_of_rows",
     "ids_kernel": "test_nvidia_sampling.py::test_mask",
     "input_ids_kernel": "test_nvidia_sampling.py::test_runner_operators",
     "inputs_kernel": "test_nvidia_fused.py::test_attention_inputs",
@@ -46,6 +46,7 @@ COMPARED = {
     "many_rows_kernel": "test_nvidia_fixed_order.py::test_every_tile_cuts_and_sums_alike",
     "merge_kernel": "test_nvidia_attention.py::test_a_context_in_many_chunks",
     "norm_kernel": "test_nvidia_pointwise.py::test_norm",
+    "one_row_kernel": "test_nvidia_weight_in_registers.py::test_every_number_of_rows",
     "peak_kernel": "test_nvidia_sampling.py::test_temperature",
     "penalise_kernel": "test_nvidia_sampling.py::test_penalties",
     "quantise_rows_kernel": "test_nvidia_fp8_linear.py::test_rows_are_rounded_as_the_reference_rounds",
@@ -135,7 +136,7 @@ def test_every_kernel_is_cross_compiled(capability: int) -> None:
 def test_every_product_is_looked_at_for_its_instructions(capability: int) -> None:
     """A kernel that multiplies has a case in which the matrix unit's instructions are asked for."""
     cases = launched(capability)
-    asked = {kernel for case in cases.keys() & (ON_MATRIX_UNIT | IN_FP8) for kernel in cases[case]}
+    asked = {kernel for case in cases.keys() & (ON_MATRIX_UNIT | IN_FP8 | BY_WARPS) for kernel in cases[case]}
     products = {name for name in names(cases) if multiplies(name)}
     assert sorted(products - asked) == []
     in_float32 = {case for case in cases if "float32" in case}

@@ -240,7 +240,7 @@ def made_up_tuners(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
         def __init__(self, section: str) -> None:
             self.section = section
 
-        def compile(self, shapes: Any, gated: bool = False) -> None:
+        def compile(self, shapes: Any, gated: bool = False, held: bool = True) -> None:
             pass
 
         compile_fixed = compile

@@ -28,11 +28,11 @@ from deepinfer_core.api import (
 
 from .measure import recorded_us, rotations
 from .ops.between_attention import BetweenAttention, Tiles
-from .ops.few_rows import Tile, launch
+from .ops.few_rows import AnyTile, Tile, launch
 from .ops.normed_rows import Add, Scale
 from .ops.paged_attention import Paged
 from .tables import joined, numbers_of
-from .tuning import NOT_DESCRIBED, SHARED_BYTES
+from .tuning import NOT_DESCRIBED, SHARED_BYTES, register_candidates
 
 ROWS: Mapping[int, int] = {16: 8, 32: 32, 64: 64}
 """Most rows of a table's entry -> the number that is measured for it."""
@@ -78,7 +78,7 @@ def named_shapes(request: BetweenAttentionRequest) -> dict[BetweenPart, tuple[st
     return {part: (f"{out}x{inner}", out, inner) for part, (out, inner) in pairs.items()}
 
 
-def starting_tiles(rows: int) -> Tiles:
+def starting_tiles(rows: int) -> dict[BetweenPart, Tile]:
     """By rule, where the package's table has none."""
     block_m = next(size for size in (16, 32, 64) if size >= rows)
     one = Tile(block_n=64, block_m=block_m, block_k=128, splits=1, stages=4, warps=4)
@@ -90,9 +90,12 @@ def starting_tiles(rows: int) -> Tiles:
     }
 
 
-def others(tile: Tile, part: BetweenPart, rows: int, inner: int) -> Iterator[Tile]:
+def others(tile: AnyTile, part: BetweenPart, rows: int, inner: int) -> Iterator[AnyTile]:
     """Tiles like this one: other steps along K, by tensor descriptors or not, that let the next kernel in early or
-    late."""
+    late. And for few rows those that hold the weight in registers."""
+    yield from (other for other in register_candidates(rows, inner) if other != tile)
+    if not isinstance(tile, Tile):
+        tile = starting_tiles(rows)[part]
     by_descriptors = tile.block_n >= 128 if part == "gate_up" else rows > NOT_DESCRIBED // 2
     for splits in (1,) if part in ("gate_up", "qkv") else (1, 2, 3):
         for block_k, stages in STEPS:
@@ -107,7 +110,7 @@ def others(tile: Tile, part: BetweenPart, rows: int, inner: int) -> Iterator[Til
 def improve(
     region: BetweenAttention,
     rows: int,
-    tried: Mapping[BetweenPart, Sequence[Tile]],
+    tried: Mapping[BetweenPart, Sequence[AnyTile]],
     step: Callable[[], torch.Tensor],
     spent: float,
     expected: torch.Tensor,
@@ -185,7 +188,7 @@ class BetweenTuner:
         """The region's tiles for this many rows, or None where its parts are as fast; microseconds a layer with the
         tiles, and by parts."""
         step = self._step(rows)
-        tiles = self.region.tiles.pop(rows, None) or starting_tiles(rows)
+        tiles = self.region.tiles.pop(rows, None) or {**starting_tiles(rows)}
         by_parts, expected = recorded_us(step)
         tried = {part: list(others(tiles[part], part, rows, s[2])) for part, s in named_shapes(self._request).items()}
         self._compile(rows, tiles, tried)
@@ -207,7 +210,7 @@ class BetweenTuner:
             for part, (name, _, _) in named_shapes(self._request).items()
         }
 
-    def _compile(self, rows: int, tiles: Tiles, tried: Mapping[BetweenPart, list[Tile]]) -> None:
+    def _compile(self, rows: int, tiles: Tiles, tried: Mapping[BetweenPart, list[AnyTile]]) -> None:
         """Many at a time; the compiler leaves Python free."""
         if self._device.type != "cuda":
             return

@@ -15,8 +15,8 @@ from typing import Any
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor, for one program, on the chips that are served."""
 WARPS = (1, 2, 4, 8, 16)
-HELD_ROWS = 16
-"""Of a step, at most, where the weight goes straight to registers: of the matrix unit."""
+MOST_ROWS = {"one": 1, "held": 16}
+"""Of a step, where the weight goes straight to registers, without the matrix unit or with it."""
 MAKE = "make one with: deepinfer tune"
 
 
@@ -61,8 +61,8 @@ def _check_shape(section: str, shape: str, entries: Any) -> None:
             raise BadTable(f"{where}: most rows {most!r}: expected whole numbers in ascending order; {MAKE}")
         before = most
         problem = None if answer is None else _problem(section, answer)
-        if not problem and answer and answer[0] == "held" and most > HELD_ROWS:
-            problem = f"such tiles are for {HELD_ROWS} rows at most"
+        if answer and not problem and most > MOST_ROWS.get(answer[0], most):
+            problem = f"such tiles are for {MOST_ROWS[answer[0]]} rows at most"
         if problem:
             raise BadTable(f"{where}, up to {most} rows: {json.dumps(answer)}: {problem}; run deepinfer tune again")
 
@@ -111,6 +111,19 @@ def _tile(numbers: Sequence[Any], weight_bytes: int, row_bytes: int) -> str | No
     return wrong or _shared(block_k * (weight_bytes * block_n + row_bytes * block_m) * stages)
 
 
+def _one(numbers: Sequence[Any]) -> str | None:
+    """``["one", block_n, block_k, splits, warps]``, as :class:`.one_row.OneRowTile` says."""
+    if len(numbers) != 5:
+        return 'expected ["one", block_n, block_k, splits, warps]'
+    block_n, block_k, splits, warps = numbers[1:]
+    return _first(
+        _power("block_n", block_n, 2, 16),
+        _power("block_k", block_k, 64, 4096),
+        _at_least("splits", splits, 1),
+        None if warps in WARPS else f"warps {warps!r}: expected one of {', '.join(map(str, WARPS))}",
+    )
+
+
 def _held(numbers: Sequence[Any]) -> str | None:
     """``["held", block_n, warps, held, splits, ahead, registers]``, as :class:`.held_rows.HeldTile` says."""
     if len(numbers) != 7:
@@ -129,7 +142,7 @@ def _held(numbers: Sequence[Any]) -> str | None:
 
 
 def _plain(numbers: Sequence[Any]) -> str | None:
-    return _held(numbers) if numbers[:1] == ["held"] else _fixed(numbers)
+    return IN_REGISTERS.get(str(numbers[0]) if numbers else "", _fixed)(numbers)
 
 
 def _fixed(numbers: Sequence[Any]) -> str | None:
@@ -137,7 +150,7 @@ def _fixed(numbers: Sequence[Any]) -> str | None:
 
 
 def _gated(numbers: Sequence[Any]) -> str | None:
-    return _held(numbers) if numbers[:1] == ["held"] else _fixed_gated(numbers)
+    return IN_REGISTERS.get(str(numbers[0]) if numbers else "", _fixed_gated)(numbers)
 
 
 def _fixed_gated(numbers: Sequence[Any]) -> str | None:
@@ -190,6 +203,8 @@ def _hopper(numbers: Sequence[Any]) -> str | None:
     return wrong or _shared(128 * (block_m + block_n) * stages + (2 * groups * 64 * block_n if box else 0))
 
 
+IN_REGISTERS: dict[str, Callable[[Sequence[Any]], str | None]] = {"one": _one, "held": _held}
+"""Kinds of tiles whose answer begins with their name."""
 CHECKS: dict[str, Callable[[Sequence[Any]], str | None]] = {
     "linear": _plain,
     "gated_linear": _gated,

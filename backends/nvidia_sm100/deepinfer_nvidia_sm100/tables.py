@@ -2,9 +2,11 @@
 
 ``linear`` maps ``"NxK"`` to a list of ``[most rows, tile]`` in ascending order, where tile is null for cuBLAS, or
 ``[block_n, block_m, block_k, splits, stages, warps]``, with ``true`` behind it where tensor descriptors are used, and
-another where the next kernel is let in late; or ``["held", block_n, warps, held, splits, ahead, registers]``
-(:class:`.held_rows.HeldTile`). ``gated_linear`` has the same for products that end in a gate,
-``between_attention`` for all products of that region, measured among the kernels of a layer.
+another where the next kernel is let in late. Tiles that hold the weight in registers begin with their kind:
+``["one", block_n, block_k, splits, warps]`` (:class:`.one_row.OneRowTile`) and
+``["held", block_n, warps, held, splits, ahead, registers]`` (:class:`.held_rows.HeldTile`). ``gated_linear`` has the
+same for products that end in a gate, ``between_attention`` for all products of that region, measured among the kernels
+of a layer.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from deepinfer_core.api import ConfigError
 from . import table_file
 from .ops.few_rows import AnyTile, Tile
 from .ops.held_rows import HeldTile
+from .ops.one_row import OneRowTile
 
 FOLDER = Path(__file__).with_name("tuned")
 TILE_FIELDS = ("block_n", "block_m", "block_k", "splits", "stages", "warps")
 TILE_FLAGS = ("described", "late")
+ONE_ROW_FIELDS = ("block_n", "block_k", "splits", "warps")
 HELD_FIELDS = ("block_n", "warps", "held", "splits", "ahead", "registers")
 
 
@@ -45,6 +49,8 @@ def tile_of(numbers: list[Any]) -> Tile:
 
 def numbers_of(tile: AnyTile) -> list[Any]:
     """The other way."""
+    if isinstance(tile, OneRowTile):
+        return ["one", *(getattr(tile, field) for field in ONE_ROW_FIELDS)]
     if isinstance(tile, HeldTile):
         return ["held", *(getattr(tile, field) for field in HELD_FIELDS)]
     flags = [getattr(tile, flag) for flag in TILE_FLAGS]
@@ -54,7 +60,9 @@ def numbers_of(tile: AnyTile) -> list[Any]:
 
 
 def any_tile_of(numbers: list[Any]) -> AnyTile:
-    """The same, of either kind."""
+    """The same, of any kind."""
+    if numbers[0] == "one":
+        return OneRowTile(**dict(zip(ONE_ROW_FIELDS, numbers[1:], strict=True)))
     if numbers[0] == "held":
         return HeldTile(**dict(zip(HELD_FIELDS, numbers[1:], strict=True)))
     return tile_of(numbers)

@@ -84,14 +84,14 @@ def tune_fixed(shapes: Shapes, gated: Shapes, out: TunedFile) -> None:
     tuner = FixedTuner()
     click.echo(f"fixed_linear: compiling for {len(shapes | gated)} shapes", err=True)
     tuner.compile_fixed((shapes | gated).values())
-    tuner.compile(gated.values(), gated=True)
+    tuner.compile(gated.values(), gated=True, held=False)
     for name, shape in (shapes | gated).items():
         found, splits, times = tuner.best_fixed(shape)
         out.add({name: found}, "fixed_linear")
         spent = ", ".join(f"{rows} rows {us:.1f} us" for rows, us in times.items())
         click.echo(f"fixed_linear {name}: K in {splits} parts, {spent}", err=True)
         if name in gated and splits == 1:
-            measured = [tuner.best(shape, rows, True, most_splits=1) for rows in ROWS]
+            measured = [tuner.best(shape, rows, True, most_splits=1, held=False) for rows in ROWS]
             out.add({name: entries(measured)}, "fixed_gated_linear")
 
 

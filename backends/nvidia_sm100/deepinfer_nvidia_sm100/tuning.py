@@ -14,8 +14,10 @@ import torch
 import triton
 
 from .measure import microseconds, rotations
-from .ops.few_rows import Tile, launch
+from .ops.few_rows import AnyTile, Tile, launch
+from .ops.held_rows import MOST, PIECE, HeldTile, unit_rows
 from .ops.linear import multiplied
+from .ops.one_row import OneRowTile
 from .ops.swiglu import activate
 from .tables import joined, numbers_of
 
@@ -27,6 +29,13 @@ NOT_DESCRIBED = 32
 """Rows up to which tiles by tensor descriptors made whole steps slower, though not their products by themselves."""
 DESCRIBED = ((64, 128, 5, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 5, 4), (256, 128, 3, 8))
 """Of tiles that tensor descriptors bring: rows and columns of a block, most stages, warps."""
+ONE_ROW = ((2, 512, 2), (4, 1024, 4), (4, 512, 4))
+"""Of tiles for one row: rows and columns of a block of the weight, and warps."""
+HELD = ((8, 2, 20, 3, 128), (8, 4, 32, 2, 168), (8, 8, 20, 3, 128))
+"""Of tiles whose weight goes straight to the matrix unit: rows of a block, warps, pieces held at most, tiles of the
+step's rows ahead, and registers."""
+HELD_PIECES = (10, 40)
+"""Of each warp: they are written out one after the other, and more take the compiler long."""
 MARGIN = 1.03
 """cuBLAS must be faster than a tile by this factor: its kernels start only when those before them have ended."""
 
@@ -68,6 +77,21 @@ def candidates(rows: int) -> Iterator[Tile]:
             )
 
 
+def register_candidates(rows: int, inner: int) -> Iterator[OneRowTile | HeldTile]:
+    """Tiles worth trying that hold their part of the weight in registers; none reads much of K for nothing."""
+    for block_n, block_k, warps in ONE_ROW if rows == 1 else ():
+        for splits in SPLITS:
+            one = OneRowTile(block_n=block_n, block_k=block_k, splits=splits, warps=warps)
+            if 24 <= one.registers(inner) <= 80 and 5 * block_k * splits * one.turns(inner) <= 6 * inner:
+                yield one
+    for block_n, warps, most, ahead, registers in HELD if rows <= MOST else ():
+        for splits in SPLITS:
+            tile = HeldTile(block_n=block_n, warps=warps, held=most, splits=splits, ahead=ahead, registers=registers)
+            pieces = tile.pieces(inner)
+            if HELD_PIECES[0] <= pieces <= HELD_PIECES[1] and 10 * PIECE * warps * splits * pieces <= 11 * inner:
+                yield attrs.evolve(tile, held=min(most, pieces))
+
+
 def _sensible(tile: Tile, shape: Shape, programs: int, gated: bool) -> bool:
     """Between one wave and about a dozen; parts of at least two steps; whole halves for the matrix unit."""
     if gated and tile.described and (tile.splits > 1 or tile.block_n < 128):
@@ -86,22 +110,32 @@ class Tuner:
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self._dtype = dtype
-        self._arrived = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+        self._arrived = torch.zeros(1 << 17, dtype=torch.int32, device="cuda")
         self._programs = torch.cuda.get_device_properties(0).multi_processor_count
 
-    def compile(self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS, gated: bool = False) -> None:
+    def compile(
+        self, shapes: Iterable[Shape], rows: Iterable[int] = ROWS, gated: bool = False, held: bool = True
+    ) -> None:
         """Compile every candidate in threads of their own; the compiler leaves Python free. ``gated``: products that
-        end in a gate, whose weight's shape this is."""
-        wanted: dict[tuple[Any, ...], tuple[Shape, int, Tile]] = {}
+        end in a gate, whose weight's shape this is. ``held``: with tiles that hold the weight in registers."""
+        wanted: dict[tuple[Any, ...], tuple[Shape, int, AnyTile]] = {}
         for shape in shapes:
             for count in rows:
-                for tile in candidates(count):
-                    key = (shape[2], attrs.evolve(tile, splits=min(tile.splits, 2)))
-                    if _sensible(tile, shape, self._programs, gated):
-                        wanted.setdefault(key, (shape, count, tile))
+                for tile in self._candidates(shape, count, gated, held):
+                    key: tuple[Any, ...] = (shape[2], attrs.evolve(tile, splits=min(tile.splits, 2)))
+                    if isinstance(tile, OneRowTile):
+                        key += (tile.turns(shape[1]),)
+                    elif isinstance(tile, HeldTile):
+                        key += (tile.pieces(shape[1]), unit_rows(count))
+                    wanted.setdefault(key, (shape, count, tile))
         self.compile_tiles(wanted.values(), gated)
 
-    def compile_tiles(self, wanted: Iterable[tuple[Shape, int, Tile]], gated: bool = False) -> None:
+    def _candidates(self, shape: Shape, rows: int, gated: bool, held: bool) -> Iterator[AnyTile]:
+        yield from (tile for tile in candidates(rows) if _sensible(tile, shape, self._programs, gated))
+        if held:
+            yield from register_candidates(rows, shape[1])
+
+    def compile_tiles(self, wanted: Iterable[tuple[Shape, int, AnyTile]], gated: bool = False) -> None:
         """Compile a tile for a shape and a number of rows, many at a time."""
         made: dict[tuple[Shape, int], Any] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -117,16 +151,18 @@ class Tuner:
         rows: int,
         gated: bool = False,
         most_splits: int = SPLITS[-1],
-        tiles: Iterable[Tile] | None = None,
+        tiles: Iterable[AnyTile] | None = None,
+        held: bool = True,
     ) -> dict[str, Any]:
         """``tile`` (None: cuBLAS), its microseconds, and cuBLAS's, with the activation's under ``gated``. Of tiles that
-        cut K, those into at most ``most_splits`` parts. ``tiles``: try these and no others."""
+        cut K, those into at most ``most_splits`` parts. ``tiles``: try these and no others. ``held``: as in
+        :meth:`compile`."""
         inputs = self._tensors(shape, rows, rotations(2 * shape[0] * shape[1], 8))
         x, weights, out = inputs
         cublas = microseconds([library(x, weight, out.dtype, gated) for weight in weights])
-        timed: list[tuple[float, Tile | None]] = []
+        timed: list[tuple[float, AnyTile | None]] = []
         if tiles is None:
-            tiles = (tile for tile in candidates(rows) if _sensible(tile, shape, self._programs, gated))
+            tiles = self._candidates(shape, rows, gated, held)
         for tile in tiles:
             if tile.splits <= most_splits:
                 us = self.microseconds(x, weights, out, tile, gated)
@@ -137,7 +173,7 @@ class Tuner:
         return {"rows": rows, "tile": chosen, "us": min(spent, cublas), "few_rows_us": spent, "cublas_us": cublas}
 
     def microseconds(
-        self, x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, tile: Tile, gated: bool = False
+        self, x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, tile: AnyTile, gated: bool = False
     ) -> float | None:
         """Of one product by this tile; None if it does not run on this device."""
         try:
@@ -161,7 +197,7 @@ def library(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, gated: bo
 
 
 def _few(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, arrived: torch.Tensor, gated: bool
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: AnyTile, arrived: torch.Tensor, gated: bool
 ) -> Callable[[], object]:
     return lambda: launch(x, weight, None, out, tile, arrived, gated=gated)
 

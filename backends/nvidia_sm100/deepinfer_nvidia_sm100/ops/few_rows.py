@@ -12,6 +12,8 @@ Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operat
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 import triton
@@ -22,6 +24,7 @@ from .described_rows import describable, launch_described
 from .finished_tile import store_tile
 from .held_rows import HeldTile, launch_held
 from .normed_rows import Add, Scale, add_tile, arguments, norm_scale, row_squares
+from .one_row import OneRowTile, launch_one_row
 from .starting import starter
 
 UNIT = 128
@@ -163,7 +166,7 @@ class Tile:
         return 2 * self.block_k * (self.block_n + self.block_m) * self.stages
 
 
-AnyTile = Tile | HeldTile
+AnyTile = Tile | OneRowTile | HeldTile
 """Ways to multiply few rows that a table of tuned tiles may name."""
 
 
@@ -205,23 +208,13 @@ def launch(
     partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
     normed, flags = arguments(add, scale, out)
-    if isinstance(tile, HeldTile):
-        launch_held(
-            x,
-            weight,
-            bias,
-            out,
-            tile,
-            arrived,
-            partial,
-            gated=gated,
-            limit=limit,
-            rounded=rounded,
-            normed=normed,
-            flags=flags,
-            options=options,
-            compile_only=compile_only,
-        )
+    if not isinstance(tile, Tile):
+        ends: dict[str, Any] = {"gated": gated, "limit": limit, "rounded": rounded, "normed": normed, "flags": flags}
+        ends |= {"options": options, "compile_only": compile_only}
+        if isinstance(tile, OneRowTile):
+            launch_one_row(x, weight, bias, out, tile, arrived, partial, **ends)
+        else:
+            launch_held(x, weight, bias, out, tile, arrived, partial, **ends)
         return
     if tile.late and options["DEPENDENT"]:
         options["DEPENDENT"] = 2

@@ -224,6 +224,11 @@ class HeldTile:
         return int(triton.cdiv(inner, PIECE * self.warps * self.splits))
 
 
+def unit_rows(rows: int) -> int:
+    """Rows of a step that share a compiled kernel: the next of 1, 4, 8 and 16."""
+    return next(size for size in (1, 4, 8, MOST) if size >= rows)
+
+
 def launch_held(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -243,7 +248,7 @@ def launch_held(
 ) -> None:
     """As :func:`~.few_rows.launch`, which calls it for such tiles; of at most :data:`MOST` rows."""
     rows, (columns, inner) = x.shape[0], weight.shape
-    block_m = next(size for size in (1, 4, 8, 16) if size >= rows)
+    block_m = unit_rows(rows)
     pieces = tile.pieces(inner)
     limits = {"maxnreg": tile.registers} if tile.registers else {}
     grid = (triton.cdiv(columns, tile.block_n), tile.splits)

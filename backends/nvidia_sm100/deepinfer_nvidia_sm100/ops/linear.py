@@ -21,7 +21,7 @@ FEW = 64
 ROWS = (16, 32, 64)
 """Rows of a tile: the smallest that holds the step's rows."""
 TARGET_PROGRAMS = 256
-LEAST_COLUMNS = 8
+LEAST_COLUMNS = 2
 """Of a tile: as many counters as there can be tiles are kept."""
 
 
