@@ -27,11 +27,17 @@ def plugin_settings(config: EngineConfig, plugin: str, settings: type[T]) -> T:
         ConfigError: an unknown field, a value of the wrong type, or one that the class refuses.
     """
     key = plugin_key(plugin)
+    sources = config.sources
+
+    def source_of(path: str) -> str:
+        below = (source for field, source in sources.items() if field.startswith(f"{path}."))
+        return sources.get(path) or next(below, "default")
+
     return structure(
         config.plugins.settings.get(key, {}),
         settings,
         prefix=f"plugins.{key}",
-        source_of=lambda path: config.sources.get(path, "default"),
+        source_of=source_of,
     )
 
 

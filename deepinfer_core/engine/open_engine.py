@@ -9,6 +9,7 @@ from pathlib import Path
 
 import attrs
 
+from deepinfer_core.api import ConfigError
 from deepinfer_core.checkpoint import Checkpoint, open_checkpoint
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.plugins import WrapOp
@@ -41,4 +42,12 @@ def open_engine(
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     if config.model.tokenizer is None:
         return load_tokenizer(checkpoint)
-    return load_tokenizer(attrs.evolve(checkpoint, tokenizer_source=Path(config.model.tokenizer)))
+    path = Path(config.model.tokenizer)
+    path = path.parent if path.name == "tokenizer.json" else path
+    found = load_tokenizer(attrs.evolve(checkpoint, tokenizer_source=path)) if path.is_dir() else None
+    if found is None:
+        raise ConfigError(
+            f"model.tokenizer={config.model.tokenizer!r}: expected tokenizer.json, or a directory that has one; leave "
+            "it out for the checkpoint's own"
+        )
+    return found

@@ -50,6 +50,7 @@ from deepinfer_core.plugins import (
     resolve,
     unproved,
 )
+from deepinfer_core.plugins.nearest import suggest
 
 from .block_size import fit_block_size
 from .choosing import choose_all, model_requests
@@ -300,7 +301,8 @@ def _definition(checkpoint: Checkpoint, registry: Registry, architecture: str = 
             definition: type[ModelDefinition] = resolve(registry, "architecture", architecture)[1].definition.load()
             return definition
     raise CheckpointError(
-        f"{checkpoint.path}: architectures={list(wanted)!r}: no loaded plugin runs it; known: {', '.join(known)}"
+        f"{checkpoint.path}: architectures={list(wanted)!r}: no loaded plugin runs it"
+        + suggest(str(wanted[0]) if wanted else "", known)
     )
 
 

@@ -213,19 +213,28 @@ def with_module(
         return drafter
 
     def planned(source: Checkpoint) -> PlannedDrafter:
-        definition, module = describe(source, needs.architecture)
+        definition, module = described(source)
         check_module(config, spec, target, module)
         check_depth(config, module.cache_groups)
         overlaid = bool(needs.architecture)
         found = PlannedModule(path=str(source.path), definition=definition, spec=module, choices=(), overlaid=overlaid)
         return attrs.evolve(drafter, module=found)
 
+    def described(source: Checkpoint) -> tuple[type[ModelDefinition], ModelSpec]:
+        try:
+            return describe(source, needs.architecture)
+        except (ConfigError, CheckpointError) as error:
+            raise type(error)(f"{wanted}: {error}{other}") from error
+
+    wanted = f"speculation.method = {config.speculation.method!r}, module of {needs.checkpoint or checkpoint.path}"
     if needs.checkpoint is None:
+        other = f"; settings of plugins.{drafter.plugin} may name another checkpoint for it"
         return planned(checkpoint)
+    other = ""
     try:
         opened = open_checkpoint(needs.checkpoint)
     except CheckpointError as error:
-        raise CheckpointError(f"speculation.method = {config.speculation.method!r}: its drafter: {error}") from error
+        raise CheckpointError(f"{wanted}: {error}") from error
     with opened as own:
         return planned(overlay(own, checkpoint) if needs.architecture else own)
 

@@ -61,7 +61,7 @@ def test_a_setting_of_the_wrong_type_names_field_value_and_type(site: Site) -> N
     [
         ({"tile": 0}, "plugins.acme.tile = 0 (from argument): must be >= 1"),
         ({"mode": "odd"}, "plugins.acme.mode = 'odd' (from argument): must be in ('fast', 'exact (slow)')"),
-        ({"tile": 65}, "plugins.acme = {'tile': 65} (from default): fast needs a tile of at most 64"),
+        ({"tile": 65}, "plugins.acme = {'tile': 65} (from argument): fast needs a tile of at most 64"),
     ],
 )
 def test_what_the_plugins_own_class_refuses_names_field_value_and_source(

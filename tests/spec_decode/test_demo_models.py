@@ -10,6 +10,7 @@ import pytest
 from toys.checkpoints import ACCELERATOR
 
 from deepinfer_core import LLM, SamplingParams
+from deepinfer_core.api import ConfigError
 from deepinfer_core.config import load_config
 from deepinfer_core.engine.planning import make_plan
 
@@ -54,6 +55,17 @@ def open_llm(model: str, method: str = "", settings: dict[str, Any] | None = Non
 def plain_v4() -> Iterator[list[list[int]]]:
     with open_llm("demo-v4") as llm:
         yield texts(llm)
+
+
+@needs_v4
+def test_a_module_that_the_checkpoint_has_not_is_told_how_to_be_named() -> None:
+    said = (
+        r"^speculation\.method = 'dspark', module of .*: config.json: .* has none; settings of plugins\.spec_decode may"
+    )
+    with pytest.raises(ConfigError, match=said):
+        open_llm("demo-v4", "dspark")
+    with pytest.raises(ConfigError, match=r"^speculation\.method = 'dspark', module of demo: .*num_key_value_heads=3"):
+        open_llm("demo-v4", "dspark", {"drafter": "demo"})
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,6 @@ def test_a_target_without_such_a_module(target: tuple[Path, Any], tmp_path: Path
     with pytest.raises(ConfigError, match=r"set plugins\.spec_decode\.draft_model"):
         open_llm(target[0], "draft_model")
     with pytest.raises(
-        CheckpointError, match=r"^speculation\.method = 'draft_model': its drafter: /no/such: no such file"
+        CheckpointError, match=r"^speculation\.method = 'draft_model', module of /no/such: /no/such: no such file"
     ):
         open_llm(target[0], "draft_model", plugins={"spec_decode": {"draft_model": "/no/such"}})
