@@ -181,7 +181,9 @@ def _load_path(registry: Registry, text: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise PluginError(f"plugins.paths: {text!r}: {cause_line(error)}") from error
+        in_package = isinstance(error, ImportError) and "relative import" in str(error)
+        fix = "; it belongs to a package: name it with dots, as package.plugin" if in_package else ""
+        raise PluginError(f"plugins.paths: {text!r}: {cause_line(error)}{fix}") from error
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -189,7 +191,7 @@ def _import_file(file: Path) -> ModuleType:
     loaded = sys.modules.get(name)
     if loaded is not None and os.path.realpath(getattr(loaded, "__file__", None) or "") == origin:
         return loaded
-    if loaded is not None or importlib.util.find_spec(name) is not None:
+    if loaded is not None or _found_elsewhere(name, origin):
         raise PluginError(f"module name {name!r} is already taken; rename the file")
     spec = importlib.util.spec_from_file_location(name, origin)
     if spec is None or spec.loader is None or not file.is_file():
@@ -202,6 +204,12 @@ def _import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _found_elsewhere(name: str, origin: str) -> bool:
+    """Whether ``import name`` would give another module; the file's own folder may be where modules are looked for."""
+    found = importlib.util.find_spec(name)
+    return found is not None and os.path.realpath(found.origin or "") != origin
 
 
 def _fingerprint(module: ModuleType) -> str:

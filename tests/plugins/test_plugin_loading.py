@@ -284,6 +284,7 @@ def test_a_dotted_module_is_a_plugin_too(site: Site) -> None:
         ("anonymous_file.py", "x = 1", "has no deepinfer_plugin"),
         ("json.py", good("json"), "module name 'json' is already taken"),
         ("wave.py", good("wave"), "module name 'wave' is already taken"),
+        ("relative_file.py", "from . import part", "it belongs to a package: name it with dots, as package.plugin"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_it(site: Site, tmp_path: Path, name: str, source: str, cause: str) -> None:
@@ -318,6 +319,22 @@ def test_two_files_of_one_name_are_an_error(site: Site, tmp_path: Path) -> None:
         file.write_text(good("loose"))
     with pytest.raises(PluginError, match=r"two_file\.py.*another plugin named 'loose' is already loaded"):
         site.load(files=[str(file) for file in files])
+
+
+def test_a_file_in_a_folder_where_modules_are_looked_for(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the working directory of ``python -m``."""
+    file = tmp_path / "file_on_the_path.py"
+    file.write_text(good("loose"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert list(site.load(files=[str(file)]).plugins) == ["loose"]
+    other = tmp_path / "elsewhere" / "another_on_the_path.py"
+    other.parent.mkdir()
+    for place in (other, tmp_path / other.name):
+        place.write_text(good("other"))
+    with pytest.raises(PluginError, match="module name 'another_on_the_path' is already taken"):
+        site.load(files=[str(other)])
 
 
 def test_a_file_whose_module_is_imported_already_is_used_as_it_is(
