@@ -3,7 +3,7 @@ there for every one.
 
 A tile always has one of a few row counts, tried when the operator is built: a library that chooses its kernel by the
 number of rows then chooses alike for each. Where no count gives every row of a tile the same bits, a tile is one row,
-whose shape is always the same.
+whose shape is always the same. Sums are tried before they are rounded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import attrs
 import torch
 
 from deepinfer_core.api import (
@@ -21,15 +22,14 @@ from deepinfer_core.api import (
     HyperConnectionRequest,
     HyperHeadRequest,
     LinearRequest,
-    PlanError,
     RmsNormRequest,
     RopeRequest,
     SwigluRequest,
     WeightPart,
 )
 
-from .self_check import RowFunction, random_row, require_steady, steady_counts, threads
-from .tiles import Tiles
+from .self_check import random_row, require_steady, threads
+from .tiles import Tiles, steady_tiles, widest
 
 COUNTS = (4, 8, 16, 32, 64, 128)
 GROUP_ROWS = 16
@@ -67,7 +67,8 @@ class LinearByTiles:
             r = self._request
             row = random_row(r.in_features, dtype=dtype_named(r.dtype), device=self._context.device)
             what = f"gemm of {r.in_features} to {r.out_features} channels in {r.dtype}"
-            self._tiles = _tried(lambda x: self._reference.run(x, weight), row, what, self._context)
+            sums = self._context.reference(attrs.evolve(r, out_dtype=widest(r.dtype)))
+            self._tiles = steady_tiles(lambda x: sums.run(x, weight), row, what, self._context.num_threads, COUNTS)
         return self._tiles
 
 
@@ -86,7 +87,8 @@ class BatchedLinearByTiles:
             r = self._request
             row = random_row(r.groups, r.in_features, dtype=dtype_named(r.dtype), device=self._context.device)
             what = f"gemm of {r.groups} groups of {r.in_features} to {r.out_features} channels"
-            self._tiles = _tried(lambda x: self._reference.run(x, weight), row, what, self._context)
+            sums = self._context.reference(attrs.evolve(r, out_dtype=widest(r.dtype)))
+            self._tiles = steady_tiles(lambda x: sums.run(x, weight), row, what, self._context.num_threads, COUNTS)
         return weight
 
     def run(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -109,15 +111,16 @@ class GroupedLinearByTiles:
         if not self._rows:
             r = self._request
             row = random_row(r.in_features, dtype=dtype_named(r.dtype), device=self._context.device)
+            sums = self._context.reference(attrs.evolve(r, out_dtype=widest(r.dtype)))
 
             def first_group(x: torch.Tensor) -> torch.Tensor:
                 offsets = torch.full((r.groups + 1,), len(x), dtype=torch.int64, device=x.device)
                 offsets[0] = 0
-                product: torch.Tensor = self._reference.run(x, offsets, weight)
+                product: torch.Tensor = sums.run(x, offsets, weight)
                 return product
 
             what = f"gemm of an expert's {r.in_features} to {r.out_features} channels"
-            (self._rows,) = _tried(first_group, row, what, self._context, (GROUP_ROWS,)).counts
+            (self._rows,) = steady_tiles(first_group, row, what, self._context.num_threads, (GROUP_ROWS,)).counts
         return weight
 
     def run(self, x: torch.Tensor, offsets: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -153,11 +156,12 @@ class RmsNormByTiles:
 
     def __init__(self, request: RmsNormRequest, context: BuildContext) -> None:
         self._reference: Any = context.reference(request)
-        dtype = dtype_named(request.dtype)
+        wide = attrs.evolve(request, dtype=widest(request.dtype))
+        norms, dtype = context.reference(wide), dtype_named(wide.dtype)
         row = random_row(request.hidden, dtype=dtype, device=context.device)
         weight = torch.ones(request.hidden, dtype=dtype, device=context.device)
         what = f"norm of {request.hidden} channels"
-        self._tiles = _tried(lambda x: self._reference.run(x, weight), row, what, context)
+        self._tiles = steady_tiles(lambda x: norms.run(x, weight), row, what, context.num_threads, COUNTS)
 
     def run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` -> same shape and dtype."""
@@ -233,11 +237,19 @@ class HyperConnectionByTiles:
         weight = self._reference.prepare(fn, base, scale)
         if self._tiles is None:
             r = self._request
-            row = random_row(r.streams, r.hidden, dtype=dtype_named(r.dtype), device=self._context.device)
+            wide = attrs.evolve(r, dtype=widest(r.dtype))
+            sums = self._context.reference(wide)
+            row = random_row(r.streams, r.hidden, dtype=dtype_named(wide.dtype), device=self._context.device)
+
+            def mixed_and_merged(x: torch.Tensor) -> torch.Tensor:
+                output, more = sums.mix(x, weight)
+                results = (output, *more, sums.merge(x, output, more))
+                return torch.cat([result.flatten(1) for result in results], dim=1)
+
             # One row at a time on the host, where a vector's last elements take another way than the others.
             counts = (1,) if self._context.device.type == "cpu" else COUNTS
             what = f"hyper-connection of {r.streams} streams of {r.hidden}"
-            self._tiles = _tried(lambda x: self._reference.mix(x, weight)[0], row, what, self._context, counts)
+            self._tiles = steady_tiles(mixed_and_merged, row, what, self._context.num_threads, counts)
         return weight
 
     def mix(self, streams: torch.Tensor, weight: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -275,23 +287,15 @@ class HyperHeadByTiles:
         weight = self._reference.prepare(fn, base, scale)
         if self._tiles is None:
             r = self._request
-            row = random_row(r.streams, r.hidden, dtype=dtype_named(r.dtype), device=self._context.device)
+            wide = attrs.evolve(r, dtype=widest(r.dtype))
+            sums = self._context.reference(wide)
+            row = random_row(r.streams, r.hidden, dtype=dtype_named(wide.dtype), device=self._context.device)
             counts = (1,) if self._context.device.type == "cpu" else COUNTS
             what = f"sum of {r.streams} streams of {r.hidden}"
-            self._tiles = _tried(lambda x: self._reference.run(x, weight), row, what, self._context, counts)
+            self._tiles = steady_tiles(lambda x: sums.run(x, weight), row, what, self._context.num_threads, counts)
         return weight
 
     def run(self, streams: torch.Tensor, weight: Any) -> torch.Tensor:
         """``[T, M, hidden]`` -> ``[T, hidden]``."""
         assert self._tiles is not None
         return self._tiles.run(lambda part: self._reference.run(part, weight), streams)
-
-
-def _tried(
-    function: RowFunction, row: torch.Tensor, what: str, context: BuildContext, counts: Sequence[int] = COUNTS
-) -> Tiles:
-    with threads(context.num_threads):
-        try:
-            return Tiles(steady_counts(function, row, counts, what))
-        except PlanError:
-            return Tiles((1,))

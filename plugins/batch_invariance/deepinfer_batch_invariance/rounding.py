@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 
 from deepinfer_core.api import BuildContext, QuantiseDequantiseRequest
 
-from .self_check import random_row, steady_counts, threads
-from .tiles import COUNTS, Tiles
+from .self_check import random_row
+from .tiles import Tiles, steady_tiles
 
 
 class QuantiseDequantise:
@@ -19,10 +20,11 @@ class QuantiseDequantise:
         self._reference: Any = context.reference(request)
         self._tiles: Tiles | None = None
         if request.hadamard:
-            row = random_row(request.width, dtype=getattr(torch, request.dtype), device=context.device)
-            with threads(context.num_threads):
-                what = f"Hadamard product of {request.width} channels"
-                self._tiles = Tiles(steady_counts(self._reference.run, row, COUNTS, what))
+            # The product alone, in float32: its sums are what is tried, and rounding would hide most of them.
+            product = context.reference(attrs.evolve(request, channels=0, dtype="float32"))
+            row = random_row(request.width, device=context.device)
+            what = f"Hadamard product of {request.width} channels"
+            self._tiles = steady_tiles(product.run, row, what, context.num_threads)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> same shape and dtype."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .self_check import RowFunction
+from deepinfer_core.api import PlanError
+
+from .self_check import RowFunction, steady_counts, threads
 
 COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts of a tile, as far as this machine's matrix kernels keep a row's bits among them."""
@@ -53,6 +55,26 @@ class Tiles:
         if len(results) == 1:  # no rows at all
             return tuple(result[:rows] for result in results[0])
         return tuple(torch.cat(parts)[:rows] for parts in zip(*results, strict=True))
+
+
+def widest(dtype: str) -> str:
+    """The dtype in which the reference operators add up.
+
+    Sums are tried in it: once they are rounded to bfloat16, two orders of adding agree in all but one of some 10,000
+    results, which a trial overlooks and a long text does not.
+    """
+    return "float64" if dtype == "float64" else "float32"
+
+
+def steady_tiles(
+    function: RowFunction, row: torch.Tensor, what: str, num_threads: int, counts: Sequence[int] = COUNTS
+) -> Tiles:
+    """Tiles of those of ``counts`` that keep a row's bits, tried with copies of ``row``; else of one row."""
+    with threads(num_threads):
+        try:
+            return Tiles(steady_counts(function, row, counts, what))
+        except PlanError:
+            return Tiles((1,))
 
 
 def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
