@@ -160,6 +160,16 @@ def test_a_profile_says_what_it_left_out(run: Run, tmp_path: Path, monkeypatch: 
     assert (asked["rounds"], asked["seconds"]) == (2, None)
 
 
+def test_a_profile_that_fails_leaves_no_file(run: Run, tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    for out in (new, old):
+        assert run("profile-steps", "--model", str(tmp_path / "none"), "--out", str(out))[0] == 2
+    assert not new.exists()
+    assert old.read_text() == "kept"
+    assert "--out" in run("profile-steps", "--model", "demo", "--out", str(tmp_path / "no" / "x.json"))[2]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_how_far_a_long_command_is(terminal: bool) -> None:
     to = StringIO()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -58,12 +61,8 @@ def profile_steps(
         "kv_cache.num_blocks": limits["num_blocks"],
     }
     given = {key: value for key, value in settings.items() if value is not None}
-    try:
-        open(out, "a", encoding="utf-8").close()  # an hour of measuring should not end here
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}") from None
     seconds = (10 if quick else 45) if seconds is None else seconds
-    with Bar() as bar:
+    with _written(Path(out)), Bar() as bar:
         profile = measure(
             {**given, "logging.level": "warning"},
             rounds=rounds or (1 if quick else 3),
@@ -72,8 +71,8 @@ def profile_steps(
             seconds=seconds or None,
             share=bar.advance,
         )
-    table = fit(profile)
-    write_table(table, out)
+        table = fit(profile)
+        write_table(table, out)
     facts = table.facts
     click.echo(
         f"{out}: {facts['steps']} steps, {facts['left_out']} of them left out as disturbed; "
@@ -86,3 +85,19 @@ def profile_steps(
             f"{table.rows[-1, 0]:.0f} rows; what is larger is extrapolated. All of them: --seconds 0"
         )
     return 0
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """That the file can be written is known before a minute of measuring; nothing new is left if that fails."""
+    new = not out.exists()
+    try:
+        out.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    try:
+        yield
+    except BaseException:
+        if new:
+            out.unlink(missing_ok=True)
+        raise
