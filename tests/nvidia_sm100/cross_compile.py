@@ -27,8 +27,8 @@ import torch
 import triton
 from deepinfer_nvidia_sm100 import tables
 from deepinfer_nvidia_sm100.fp8_tuning import HOPPER
+from deepinfer_nvidia_sm100.ops import chain, paged_attention
 from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
-from deepinfer_nvidia_sm100.ops import paged_attention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.ops.fp8_weight import Fp8Weight
@@ -330,6 +330,7 @@ def sampling() -> None:
     for stage in ("mask", "bias", "penalties", "temperature", "min_p", "top_k", "top_p", "draw"):
         operator(SamplingRequest(stage=stage, vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
     step.active = frozenset({"temperature", "top_k", "top_p"})
+    chain.LEVELLED = 1  # as with many rows
     operator(SampleTokensRequest(vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
     chosen = operator(SamplingRequest(stage="logprobs", vocab_size=VOCAB))
     chosen.run(torch.zeros((1, VOCAB)), torch.zeros(1, dtype=torch.int64), 0)
