@@ -2,10 +2,11 @@
 
 A draw is a race: the best score wins among what stays. Scores are bounded while the row is read, and the row's total
 says how many of them exceed what: a few dozen do, and nearly all of their tokens stay. So these are scored, and asked
-one after the other, the best first, whether they stay. Where few groups of tokens reach a token's logit, what is before
-it is summed at once. Where many do, :mod:`.weigh` sums it in a second reading; a sample of the row says which tokens
-stay for certain, so that the reading is for one token, and for those ahead of it that may stay. Of those ahead that do
-not, the best is summed too. Sums that do not decide, and lists that overflow, leave the row open.
+one after the other, the best first, whether they stay. Those do that are at or above a level whose sum is below the
+limit, see :mod:`.levels`. Where few groups of tokens reach a token's logit, what is before it is summed at once. Where
+many do, :mod:`.weigh` sums it in a second reading; a sample of the row says which tokens stay nearly for certain, so
+that the reading is for one token, and for those ahead of it that may stay. Of those ahead that do not, the best is
+summed too. Sums that do not decide, and lists that overflow, leave the row open.
 """
 
 from __future__ import annotations

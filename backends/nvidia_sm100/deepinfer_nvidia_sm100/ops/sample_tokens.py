@@ -1,6 +1,7 @@
 """``fused.sample_tokens``: temperature, top-k, top-p and draw without writing the logits. See :mod:`.chain`.
 
-Floor: bytes, 4·N·V: the logits once. Rows of which top-p may keep thousands of tokens are read twice.
+Floor: bytes, 4·N·V: the logits once. Of rows of which top-p may keep thousands of tokens,
+every fourth or fifth is read twice; with few rows in the step, all of them.
 """
 
 from __future__ import annotations
