@@ -38,6 +38,7 @@ SHAPES = {
     "head": (VOCAB, HIDDEN, "float32"),
 }
 """Weights of the Qwen3-4B shape."""
+FEW = (1, 2, 4, 8, 16, 32, 64)
 
 
 def tile_of_table(name: str, rows: int) -> Any:
@@ -64,18 +65,19 @@ def linear(name: str, rows: int, bandwidth: float, tuner: Any, tables: bool) -> 
     from deepinfer_nvidia_sm100.tables import numbers_of
 
     numbers = None if tile is None else numbers_of(tile)
-    return {**found, "tile": numbers, "of_bandwidth": floor / found["us"], "shape": f"{shape[0]}x{shape[1]}"}
+    of = {"of_bandwidth": floor / found["us"], "of_reading": found["read_us"] / found["us"]}
+    return {**found, "tile": numbers, **of, "shape": f"{shape[0]}x{shape[1]}"}
 
 
 def save_table(results: Results, path: Path) -> None:
     from deepinfer_nvidia_sm100 import tuning
-    from deepinfer_nvidia_sm100.tables import tile_of
+    from deepinfer_nvidia_sm100.tables import any_tile_of
 
     shapes: dict[str, list[dict[str, Any]]] = {}
     for key, found in results.entries.items():
         if key.startswith("linear ") and "tile" in found:
             numbers = found["tile"]
-            tile = None if numbers is None else tile_of(numbers)
+            tile = None if numbers is None else any_tile_of(numbers)
             shapes.setdefault(found["shape"], []).append({"rows": found["rows"], "tile": tile})
     tuning.save(path, {shape: tuning.entries(answers) for shape, answers in shapes.items()})
 
@@ -159,7 +161,7 @@ def main() -> None:
         rows += gpu_attention.tile_shapes(results, bandwidth)
     if "linear" in parts:
         tuner = tuning.Tuner()
-        counts = (1, 8, 64) if options.quick else (1, 16, 64, 512, 2048) if options.tables else tuning.ROWS
+        counts = (1, 8, 64) if options.quick else (*FEW, 512, 2048) if options.tables else tuning.ROWS
         if options.tables:
             asked = [(SHAPES[name], count, tile_of_table(name, count)) for name in SHAPES for count in counts]
             tuner.compile_tiles([item for item in asked if item[2] is not None])
@@ -171,7 +173,8 @@ def main() -> None:
                 key = f"linear {name} {count}"
                 found = results.measure(key, lambda n=name, c=count: linear(n, c, bandwidth, tuner, options.tables))
                 rows.append(
-                    [key, found.get("us"), found.get("of_bandwidth"), found.get("cublas_us"), None, found.get("tile")]
+                    [key]
+                    + [found.get(name) for name in ("us", "of_bandwidth", "cublas_us", "none", "tile", "of_reading")]
                 )
         if options.save_table:
             save_table(results, options.save_table)
@@ -187,7 +190,7 @@ def main() -> None:
         rows += gpu_sampling.measure(results, bandwidth, options.quick)
     width = max((len(row) for row in rows), default=0)
     print_table(
-        ["operator", "us", "of bandwidth", "library us", "TFLOP/s, passes", "tile"][:width],
+        ["operator", "us", "of bandwidth", "library us", "TFLOP/s, passes", "tile", "of reading"][:width],
         [row + [None] * (width - len(row)) for row in rows],
     )
     finish(results.entries, options.json)
