@@ -18,6 +18,7 @@ from deepinfer_nvidia_sm100.ops.between_attention import BetweenAttention
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
 from deepinfer_nvidia_sm100.ops.held_rows import HeldTile
 from deepinfer_nvidia_sm100.ops.linear import Linear
+from deepinfer_nvidia_sm100.ops.one_row import OneRowTile
 from deepinfer_nvidia_sm100.settings import Settings
 from deepinfer_nvidia_sm100.tuning import candidates, entries, save
 from gpu_support import context
@@ -342,12 +343,14 @@ def test_tiles_between_attentions_are_found_one_product_after_the_other(
     monkeypatch.setattr(between_tuning, "ROWS", {16: 3})
     tuner = between_tuning.BetweenTuner(*requests, device="cpu")
 
+    def worth(tile: Tile | OneRowTile | HeldTile) -> int:
+        return 10 * tile.late + 3 * tile.splits + (tile.block_k == 64) if isinstance(tile, Tile) else 0
+
     def recorded(step: Any) -> tuple[float, torch.Tensor]:
         found, tiles = step(), tuner.region.tiles.get(3)
         if tiles is None:
             return (100.0 if faster else 10.0), found
-        worth = [10 * tile.late + 3 * tile.splits + (tile.block_k == 64) for tile in tiles.values()]
-        return 90.0 - sum(worth), found
+        return 90.0 - sum(map(worth, tiles.values())), found
 
     monkeypatch.setattr(between_tuning, "recorded_us", recorded)
     tiles, us, by_parts = tuner.best(3)
@@ -370,6 +373,39 @@ def test_tiles_between_attentions_are_found_one_product_after_the_other(
     built = BetweenAttention(requests[0], attrs.evolve(context(), settings=Settings(table=str(out))))
     assert built.tiles[3]["down"] == tables.tile_of([64, 16, 64, 3, 5, 4, *late])
     assert 17 not in built.tiles
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU's times")
+@pytest.mark.parametrize(
+    ("rows", "kind", "down"),
+    [
+        (1, OneRowTile, ["one", 16, 128]),
+        pytest.param(3, HeldTile, ["held", 8, 2, 6], marks=pytest.mark.slow),
+    ],
+)
+def test_products_between_attentions_may_hold_their_weight_in_registers(
+    monkeypatch: pytest.MonkeyPatch, rows: int, kind: type, down: list[Any]
+) -> None:
+    """Where such tiles are the fastest: those of one row, and those of the matrix unit."""
+    requests = between_tuning.requests_of(between_plan())
+    assert requests is not None
+    monkeypatch.setattr(between_tuning, "LEAST_LAYERS", 1)
+    monkeypatch.setattr(between_tuning, "rotations", lambda size, most: 1)
+    monkeypatch.setattr(between_tuning, "STEPS", ())
+    monkeypatch.setattr(between_tuning, "CONTEXT", 20)
+    monkeypatch.setattr(tuning, "ONE_ROW", ((16, 128, 1),))
+    monkeypatch.setattr(OneRowTile, "registers", lambda self, inner: 40)
+    tuner = between_tuning.BetweenTuner(*requests, device="cpu")
+
+    def recorded(step: Any) -> tuple[float, torch.Tensor]:
+        tiles = tuner.region.tiles.get(rows, {})
+        return 90.0 - 10 * sum(isinstance(tile, kind) for tile in tiles.values()), step()
+
+    monkeypatch.setattr(between_tuning, "recorded_us", recorded)
+    tiles, _, _ = tuner.best(rows)
+    assert tiles is not None
+    assert tables.numbers_of(tiles["down"])[: len(down)] == down
+    assert {type(tile) for tile in tiles.values()} == {kind}
 
 
 def test_a_plan_whose_products_share_a_shape_is_not_tuned_as_a_region() -> None:

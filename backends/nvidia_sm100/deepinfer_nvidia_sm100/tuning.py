@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -31,10 +32,10 @@ DESCRIBED = ((64, 128, 5, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 5, 4)
 """Of tiles that tensor descriptors bring: rows and columns of a block, most stages, warps."""
 ONE_ROW = ((2, 512, 2), (4, 1024, 4), (4, 512, 4))
 """Of tiles for one row: rows and columns of a block of the weight, and warps."""
-HELD = ((8, 2, 20, 3, 128), (8, 4, 32, 2, 168), (8, 8, 20, 3, 128))
+HELD = ((8, 2, 20, 3, 128), (8, 4, 32, 2, 168))
 """Of tiles whose weight goes straight to the matrix unit: rows of a block, warps, pieces held at most, tiles of the
 step's rows ahead, and registers."""
-HELD_PIECES = (10, 40)
+MOST_PIECES = 40
 """Of each warp: they are written out one after the other, and more take the compiler long."""
 MARGIN = 1.03
 """cuBLAS must be faster than a tile by this factor: its kernels start only when those before them have ended."""
@@ -78,18 +79,24 @@ def candidates(rows: int) -> Iterator[Tile]:
 
 
 def register_candidates(rows: int, inner: int) -> Iterator[OneRowTile | HeldTile]:
-    """Tiles worth trying that hold their part of the weight in registers; none reads much of K for nothing."""
+    """Tiles worth trying that hold their part of the weight in registers, each with K in as few parts as it can be, and
+    reading little of it for nothing."""
     for block_n, block_k, warps in ONE_ROW if rows == 1 else ():
-        for splits in SPLITS:
-            one = OneRowTile(block_n=block_n, block_k=block_k, splits=splits, warps=warps)
-            if 24 <= one.registers(inner) <= 80 and 5 * block_k * splits * one.turns(inner) <= 6 * inner:
-                yield one
+        ones = (OneRowTile(block_n=block_n, block_k=block_k, splits=splits, warps=warps) for splits in SPLITS)
+        fitting = (
+            tile
+            for tile in ones
+            if 24 <= tile.registers(inner) <= 80 and 5 * block_k * tile.splits * tile.turns(inner) <= 6 * inner
+        )
+        yield from itertools.islice(fitting, 1)
     for block_n, warps, most, ahead, registers in HELD if rows <= MOST else ():
-        for splits in SPLITS:
-            tile = HeldTile(block_n=block_n, warps=warps, held=most, splits=splits, ahead=ahead, registers=registers)
+        fewest = HeldTile(block_n=block_n, warps=warps, held=most, splits=1, ahead=ahead, registers=registers)
+        for tile in (attrs.evolve(fewest, splits=splits) for splits in SPLITS):
             pieces = tile.pieces(inner)
-            if HELD_PIECES[0] <= pieces <= HELD_PIECES[1] and 10 * PIECE * warps * splits * pieces <= 11 * inner:
-                yield attrs.evolve(tile, held=min(most, pieces))
+            if pieces <= MOST_PIECES:
+                if 10 * PIECE * warps * tile.splits * pieces <= 11 * inner:
+                    yield attrs.evolve(tile, held=min(most, pieces))
+                break
 
 
 def _sensible(tile: Tile, shape: Shape, programs: int, gated: bool) -> bool:
