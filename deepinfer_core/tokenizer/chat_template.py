@@ -36,6 +36,8 @@ class ChatTemplates:
     def choose(self, template: str | None, *, tools: bool) -> str:
         """The source to render: a named template, a source given as such, or the tokenizer's default."""
         if template is not None:
+            if not isinstance(template, str):
+                raise InvalidRequestError(f"chat_template={template!r}: expected Jinja source, or a template's name")
             return self.templates.get(template, template)
         if tools and TOOL_NAME in self.templates:
             return self.templates[TOOL_NAME]
@@ -57,12 +59,19 @@ class ChatTemplates:
     ) -> str:
         """The prompt text of ``messages``; their fields that are None are left out, as templates expect.
 
-        Raises InvalidRequestError with the template's own reason when it refuses or fails.
+        Raises InvalidRequestError with the template's own reason when it refuses or fails, CheckpointError when one of
+        the tokenizer's own is none.
         """
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequestError(f"messages={messages!r}: expected a list of mappings with 'role' and 'content'")
         values: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        program = _compile(self.choose(template, tools=values["tools"] is not None))
+        source = self.choose(template, tools=values["tools"] is not None)
+        try:
+            program = _compile(source)
+        except CheckpointError as error:
+            if source in self.templates.values():
+                raise
+            raise InvalidRequestError(f"chat_template={source!r:.200}: {error}") from error
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return program.render(messages=plain, add_generation_prompt=add_generation_prompt, **values)

@@ -87,6 +87,20 @@ def test_raise_exception_reaches_the_user() -> None:
         tokenizer.apply_chat_template([{"role": "system"}])
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (3, "chat_template=3: expected Jinja source, or a template's name"),
+        ("{{ nope(", "chat_template='{{ nope(': chat template, line 1: "),
+    ],
+)
+def test_a_template_that_is_given_and_is_none_is_a_refused_request(given: Any, said: str) -> None:
+    tokenizer = wrapped(byte_fallback(), chat_templates={"default": "ok"})
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.apply_chat_template([], chat_template=given)
+    assert str(caught.value).startswith(said)
+
+
 def test_a_message_that_lacks_what_the_template_reads_is_named() -> None:
     tokenizer = wrapped(
         byte_fallback(), chat_templates={"default": "{% for m in messages %}{{ m.content + 'x' }}{% endfor %}"}
