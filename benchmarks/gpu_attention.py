@@ -92,7 +92,7 @@ def decode_attention(
 
     op = build(attention_request(cache_dtype=kept))
     if shape is not None:
-        op._few = shape
+        op._few = op._alone = shape
     batch, where = len(contexts), layout([1] * len(contexts), list(contexts))
     dtype: torch.dtype = getattr(torch, kept)
     size = sum(contexts) * KV_HEADS * DIM * 2 * dtype.itemsize
@@ -221,7 +221,7 @@ def tile_shapes(results: Results, bandwidth: float) -> list[list[Any]]:
 def decode_call(batch: int, shape: Any) -> None:
     """One launch of decode attention over a small cache, to compile it."""
     op = build(attention_request())
-    op._few = shape
+    op._few = op._alone = shape
     _attend_small(op, layout([1] * batch, [4096 if batch == 1 else 64] * batch))
 
 

@@ -125,11 +125,23 @@ def test_turned_tiles_equal_the_formula(name: str, rows: int) -> None:
             wanted = request(dtype, block_size=block_size, **changes)
             op, where = operator(wanted), here(scene.layout)
             op._several = attrs.evolve(op._several, rows=16, turned=True)
-            op._few = attrs.evolve(op._few, rows=rows, turned=True)
+            op._few = op._alone = attrs.evolve(op._few, rows=rows, turned=True)
             found = op.run(here(scene.query), here(scene.cache), op.plan(where), None if given is None else here(given))
             expected = scene.formula(window=wanted.window, softcap=wanted.softcap, sinks=given)
             tolerance = TOLERANCE[dtype]
             torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("contexts", [[650], [650, 33]])
+def test_one_request_alone_has_tiles_of_its_own(contexts: list[int]) -> None:
+    scene = Scene([1] * len(contexts), contexts, dtype=torch.float16)
+    op, where = operator(request("float16")), here(scene.layout)
+    plan = op.plan(where)
+    assert op._alone.turned
+    assert op._alone != op._few
+    assert plan.launches[0].shape == (op._alone if len(contexts) == 1 else op._few)
+    found = op.run(here(scene.query), here(scene.cache), plan).cpu().double()
+    torch.testing.assert_close(found, scene.formula(), rtol=TOLERANCE["float16"], atol=TOLERANCE["float16"])
 
 
 INVARIANT = frozenset({"kv_layout:paged", "batch_invariant"})

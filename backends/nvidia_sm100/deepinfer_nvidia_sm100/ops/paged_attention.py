@@ -128,6 +128,8 @@ class Paged:
             if tables.architecture(context.device).startswith("sm_10"):
                 self._few = self._several
                 self._many = attrs.evolve(self._many, rows=max(64, least))
+        # For one request: slower by itself, but it leaves shared memory to the kernels that come in beside it.
+        self._alone = attrs.evolve(self._few, tokens=64, warps=4, stages=2) if turned else self._few
 
     def plan(self, layout: StepLayout) -> Plan:
         """Tiles, from the host copies of the step's layout. A step of single rows needs none."""
@@ -135,7 +137,8 @@ class Paged:
         if layout.max_query_len <= 1 and len(counts) == len(layout.positions):
             if not len(counts):
                 return Plan(layout=layout, launches=())
-            launch = self._launch(self._few, None, layout, len(counts), layout.max_seq_len, True)
+            shape = self._alone if len(counts) == 1 else self._few
+            launch = self._launch(shape, None, layout, len(counts), layout.max_seq_len, True)
             return Plan(layout=layout, launches=(launch,))
         few = self._several.rows // self._group
         is_few = counts <= few
