@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepinfer_nvidia_sm100.ops import lagging
+from deepinfer_nvidia_sm100.ops import temperature as two_readings
 from gpu_support import DEVICE, here, operator
 from reference_support import batch
 from reference_support import operator as reference
@@ -77,6 +79,18 @@ def test_equal_scores_go_to_the_lowest_id() -> None:
     assert found.tolist() == [4095]
 
 
+WAYS = {"few rows": (1 << 40, 1024), "many rows": (0, 1024), "parts that are left": (0, 1)}
+
+
+@pytest.fixture(params=list(WAYS))
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the cache holds and rows that it does not, with programs that find their row's parts, and do not."""
+    few_bytes, lag = WAYS[request.param]
+    monkeypatch.setattr(two_readings, "FEW_BYTES", few_bytes)
+    monkeypatch.setattr(lagging, "LAG", lag)
+
+
+@pytest.mark.usefixtures("many")
 def test_temperature() -> None:
     logits = normal(6, 4500) * 5
     logits[1, ::2] = -INF
@@ -88,6 +102,31 @@ def test_temperature() -> None:
     assert not found[[0, 1, 2, 4, 5]].isnan().any()
 
 
+def test_what_was_read_long_before_is_left_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, every part of a row has been read when LAG programs were started since; with fewer, some have not."""
+    logits, left = here(normal(3, 9000)), []
+    plain = lagging.left_kernel
+
+    class Seen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                left.append(arguments[2].cpu().clone())
+                plain[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(two_readings, "FEW_BYTES", 0)
+    monkeypatch.setattr(lagging, "left_kernel", Seen())
+    step = here(batch([{"temperature": 0.7}] * 3, 9000))
+    for lag in (1024, 1):
+        monkeypatch.setattr(lagging, "LAG", lag)
+        operator(SamplingRequest(stage="temperature", vocab_size=9000)).run(logits.clone(), step)
+    assert left[0].sum() == 0
+    if DEVICE.type == "cpu":  # one after the other: the last two of five parts are written after all were read
+        assert left[1].sum(1).tolist() == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("many")
 def test_min_p() -> None:
     logits = normal(5, 4500) * 3
     logits[1, 100:] = -INF

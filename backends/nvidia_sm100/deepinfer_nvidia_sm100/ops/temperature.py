@@ -1,6 +1,7 @@
-"""``temperature`` and ``min_p``: two passes over the rows that have one, none over the others.
+"""``temperature`` and ``min_p``: rows that have one are compared with their best logit, the others not even read.
 
-Floor: bytes, 8·N·V for each row that changes; here 12·N·V, since the row's best logit goes first.
+Floor: bytes, 8·N·V for each row that changes. The row's best logit goes first, so that it is read twice, the second
+time from the second-level cache: by a second kernel where it holds all rows, see :mod:`.lagging` where it does not.
 """
 
 from __future__ import annotations
@@ -11,18 +12,13 @@ import triton.language as tl
 
 from deepinfer_core.api import GREEDY_TEMPERATURE, BuildContext, SamplingBatch, SamplingRequest
 
+from . import lagging
+from .by_best import changes, put
 from .dependent import dependent, take_turn
 
 PART, WARPS = 2048, 8
-
-
-@triton.jit
-def changes(value, GREEDY: tl.constexpr, MIN_P: tl.constexpr):
-    """Whether a row with this parameter changes at all."""
-    if MIN_P:
-        return value > 0.0
-    else:
-        return (value >= GREEDY) & (value != 1.0)
+FEW_BYTES = 24 << 20
+"""Of logits that the second-level cache still holds when they are read again."""
 
 
 @triton.jit
@@ -69,17 +65,12 @@ def apply_kernel(
         part = tl.arange(0, PARTS)
         parts = tl.num_programs(1)
         peak = tl.max(tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf")), axis=0)
-        peak = tl.where(peak == float("-inf"), 0.0, peak)  # a row without a token stays one
         # The parts that were read last come first: those are still in the cache.
         token = (parts - 1 - tl.program_id(1)) * PART + tl.arange(0, PART)
         place = logits + row.to(tl.int64) * row_stride + token
-        # Neither what is read last nor what is written stays in the cache, which has better use for its room.
-        score = tl.load(place, mask=token < vocab_size, other=0.0, eviction_policy="evict_first") - peak
-        if MIN_P:
-            floor = tl.log(value.to(tl.float64)).to(tl.float32)
-            tl.store(place, float("-inf"), mask=(token < vocab_size) & (score < floor))
-        else:
-            tl.store(place, tl.div_rn(score, value), mask=token < vocab_size, cache_modifier=".cs")
+        inside = token < vocab_size
+        logit = tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
+        put(place, inside, logit, peak, value, MIN_P)
 
 
 class _Stage:
@@ -94,6 +85,8 @@ class _Stage:
         rows, vocab_size = logits.shape
         if rows == 0:
             return logits
+        if logits.numel() * logits.element_size() > FEW_BYTES:
+            return lagging.apply(logits, batch.slots, parameter, GREEDY_TEMPERATURE, min_p=self.MIN_P)
         parts = triton.cdiv(vocab_size, PART)
         peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         arguments = (logits, peaks, batch.slots, parameter, vocab_size, logits.stride(0))
