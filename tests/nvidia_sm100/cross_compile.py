@@ -27,7 +27,7 @@ import torch
 import triton
 from deepinfer_nvidia_sm100 import tables
 from deepinfer_nvidia_sm100.fp8_tuning import HOPPER
-from deepinfer_nvidia_sm100.ops import chain, paged_attention
+from deepinfer_nvidia_sm100.ops import chain, paged_attention, temperature
 from deepinfer_nvidia_sm100.ops import fp8_linear as fp8_linear_ops
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
@@ -329,8 +329,11 @@ def sampling() -> None:
     step = batch(rows, VOCAB)
     for stage in ("mask", "bias", "penalties", "temperature", "min_p", "top_k", "top_p", "draw"):
         operator(SamplingRequest(stage=stage, vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
+    temperature.MANY = 1  # from here on as with many rows
+    for stage in ("temperature", "min_p"):
+        operator(SamplingRequest(stage=stage, vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
     step.active = frozenset({"temperature", "top_k", "top_p"})
-    chain.LEVELLED = 1  # as with many rows
+    chain.LEVELLED = 1
     operator(SampleTokensRequest(vocab_size=VOCAB)).run(torch.zeros((1, VOCAB)), step)
     chosen = operator(SamplingRequest(stage="logprobs", vocab_size=VOCAB))
     chosen.run(torch.zeros((1, VOCAB)), torch.zeros(1, dtype=torch.int64), 0)

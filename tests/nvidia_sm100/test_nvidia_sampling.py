@@ -79,14 +79,15 @@ def test_equal_scores_go_to_the_lowest_id() -> None:
     assert found.tolist() == [4095]
 
 
-WAYS = {"few rows": (1 << 40, 1024), "many rows": (0, 1024), "parts that are left": (0, 1)}
+WAYS = {"few rows": (1000, 512), "many rows": (1, 512), "parts that are left": (1, 1)}
 
 
 @pytest.fixture(params=list(WAYS))
 def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that the cache holds and rows that it does not, with programs that find their row's parts, and do not."""
-    few_bytes, lag = WAYS[request.param]
-    monkeypatch.setattr(two_readings, "FEW_BYTES", few_bytes)
+    many, lag = WAYS[request.param]
+    monkeypatch.setattr(two_readings, "MANY", many)
+    monkeypatch.setattr(two_readings, "WIDE", 1)
     monkeypatch.setattr(lagging, "LAG", lag)
 
 
@@ -104,7 +105,7 @@ def test_temperature() -> None:
 
 def test_what_was_read_long_before_is_left_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, every part of a row has been read when LAG programs were started since; with fewer, some have not."""
-    logits, left = here(normal(3, 9000)), []
+    logits, left = here(normal(3, 18000)), []
     plain = lagging.left_kernel
 
     class Seen:
@@ -115,12 +116,13 @@ def test_what_was_read_long_before_is_left_only_where_it_must_be(monkeypatch: py
 
             return launch
 
-    monkeypatch.setattr(two_readings, "FEW_BYTES", 0)
+    monkeypatch.setattr(two_readings, "MANY", 1)
+    monkeypatch.setattr(two_readings, "WIDE", 1)
     monkeypatch.setattr(lagging, "left_kernel", Seen())
-    step = here(batch([{"temperature": 0.7}] * 3, 9000))
-    for lag in (1024, 1):
+    step = here(batch([{"temperature": 0.7}] * 3, 18000))
+    for lag in (512, 1):
         monkeypatch.setattr(lagging, "LAG", lag)
-        operator(SamplingRequest(stage="temperature", vocab_size=9000)).run(logits.clone(), step)
+        operator(SamplingRequest(stage="temperature", vocab_size=18000)).run(logits.clone(), step)
     assert left[0].sum() == 0
     if DEVICE.type == "cpu":  # one after the other: the last two of five parts are written after all were read
         assert left[1].sum(1).tolist() == [3, 3, 3]

@@ -41,7 +41,8 @@ NEW_TOKENS = 3
 TOGETHER = 5
 """Requests of one kind that run together, after one alone."""
 MANY = 128
-"""Requests with top-p that run together, too: so many have a kernel of their own."""
+"""Requests of some kinds that run together, too: so many have kernels of their own."""
+OF_MANY = ("seeded", "top-p", "min-p")
 
 Batch = tuple[str, list[list[int]], list[Any]]
 
@@ -66,7 +67,7 @@ def batches(host: CommandHost, longest: int) -> Iterator[Batch]:
         yield f"{count} together", [[3, 4, 5]] * count, [greedy] * count
     for name, fields in SAMPLING.items():
         params = host.sampling_params(max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
-        for count in (1, TOGETHER, *([MANY] if name == "top-p" else [])):
+        for count in (1, TOGETHER, *([MANY] if name in OF_MANY else [])):
             yield name, [[3, 4, 5 + i] for i in range(count)], [params] * count
 
 

@@ -17,9 +17,10 @@ import triton.language as tl
 from .by_best import changes, put
 from .dependent import dependent, take_turn
 
-PART, WARPS = 2048, 4
-LAG = 1024
-"""Programs between reading a part and writing it: more than a row has parts, and 8 MB of logits."""
+PART, WARPS = 4096, 8
+LAG = 512
+"""Programs between reading a part and writing it: more than a row has parts, and 8 MB of logits. With half or twice as
+many it takes as long."""
 PATIENCE = 3000
 """How often a program looks, some milliseconds in all; the interpreter, which runs them in order, looks twice."""
 NOT_YET = tl.constexpr(0x7FFFFFFF)

@@ -17,8 +17,8 @@ from .by_best import changes, put
 from .dependent import dependent, take_turn
 
 PART, WARPS = 2048, 8
-FEW_BYTES = 24 << 20
-"""Of logits that the second-level cache still holds when they are read again."""
+MANY, WIDE = 96, 65536
+"""Rows, and tokens of each, from which on the second-level cache does not hold them all until they are read again."""
 
 
 @triton.jit
@@ -85,7 +85,7 @@ class _Stage:
         rows, vocab_size = logits.shape
         if rows == 0:
             return logits
-        if logits.numel() * logits.element_size() > FEW_BYTES:
+        if rows >= MANY and vocab_size >= WIDE:
             return lagging.apply(logits, batch.slots, parameter, GREEDY_TEMPERATURE, min_p=self.MIN_P)
         parts = triton.cdiv(vocab_size, PART)
         peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
