@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from deepinfer_nvidia_sm100 import table_file, tables
+from deepinfer_nvidia_sm100 import table_file, tables, warmup
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.fixed_gated import FixedOrderGatedLinear
 from deepinfer_nvidia_sm100.ops.fixed_linear import FixedOrderLinear
-from deepinfer_nvidia_sm100.ops.held_rows import MOST, HeldTile
+from deepinfer_nvidia_sm100.ops.held_rows import MOST, HeldTile, unit_rows
 from deepinfer_nvidia_sm100.ops.linear import Linear
 from deepinfer_nvidia_sm100.ops.normed_rows import Add, Scale
 from deepinfer_nvidia_sm100.ops.one_row import OneRowTile
@@ -209,3 +209,10 @@ def test_candidates_can_be_in_a_table(inner: int) -> None:
         numbers = tables.numbers_of(tile)
         assert table_file.CHECKS["between_attention"](numbers) is None
         assert tables.any_tile_of(numbers) == tile
+
+
+def test_warm_up_has_steps_for_every_kernel_of_them() -> None:
+    """Numbers of rows share kernels; the warm-up runs one of each kind."""
+    kinds = {unit_rows(rows) for rows in range(1, MOST + 1)}
+    assert {unit_rows(rows) for rows in warmup.ROWS if rows <= MOST} == kinds
+    assert 1 in warmup.ROWS
