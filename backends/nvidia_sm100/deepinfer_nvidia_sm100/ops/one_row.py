@@ -5,8 +5,8 @@ pipeline has to fill, and many small programs share a multiprocessor, so that 10
 weight is asked for before the kernel waits for the one before it, which cannot have written it: memory works on while
 one kernel ends and the next begins. From two rows on multiply-adds take longer than reading: :mod:`.held_rows`.
 
-Measured on an H200, alone: 0.95 of the copy bandwidth for 19456 × 2560, 0.70 for 2560 × 4096. Among the other kernels of
-a step such products were no faster, so ``fused.between_attention`` has none by the package's table.
+Measured on an H200, alone: 0.95 of the copy bandwidth for 19456 × 2560, 0.70 for 2560 × 4096. Among the other kernels
+of a step such products were no faster, so ``fused.between_attention`` has none by the package's table.
 
 Floor: bytes of the weight, 2·N·K in 16 bits.
 """
