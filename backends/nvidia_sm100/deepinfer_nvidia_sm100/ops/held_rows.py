@@ -10,8 +10,8 @@ the next begins.
 The matrix unit takes sixteen rows. Where the step has fewer, a tile of them holds the row's next pieces instead,
 sixteen for one row, so that one load brings them all; of a product those rows count that are of the weight's piece.
 
-Measured on an H200, alone: 0.89 of the copy bandwidth for 6144 × 2560 at one row, 0.60 to 0.65 for 2560 × 4096 at two to
-eight. As in :mod:`.one_row`, not so among the kernels of a step.
+Measured on an H200, alone: 0.89 of the copy bandwidth for 6144 × 2560 at one row, 0.60 to 0.65 for 2560 × 4096 at two
+to eight. As in :mod:`.one_row`, not so among the kernels of a step.
 
 Floor: bytes of the weight, 2·N·K in 16 bits.
 """
