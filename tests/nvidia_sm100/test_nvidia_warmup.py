@@ -48,6 +48,7 @@ def test_every_operator_of_the_plan_is_run(checkpoint: Path, monkeypatch: pytest
     if not ON_GPU:
         monkeypatch.setattr(warmup, "LENGTHS", (1, 5, 20))
         monkeypatch.setattr(warmup, "TOGETHER", 2)
+        monkeypatch.setattr(warmup, "MANY", 4)
     calls: Counter[str] = Counter()
 
     def watch(choice: Choice, op: Any) -> Any:
@@ -72,10 +73,11 @@ def test_every_operator_of_the_plan_is_run(checkpoint: Path, monkeypatch: pytest
     assert "attention_inputs_full" in calls
 
 
-def test_no_prompt_is_longer_than_the_model_takes() -> None:
+def test_prompts_are_no_longer_than_the_model_takes_and_of_tokens_that_it_has() -> None:
     for longest in (64, 300, 4096):
         for _, prompts, params in warmup.batches(ProgramHost(), longest):
             assert len(prompts) == len(params)
+            assert all(0 <= token < 16 for prompt in prompts for token in prompt)
             assert all(1 <= len(prompt) <= longest - warmup.NEW_TOKENS for prompt in prompts)
 
 

@@ -68,7 +68,7 @@ def batches(host: CommandHost, longest: int) -> Iterator[Batch]:
     for name, fields in SAMPLING.items():
         params = host.sampling_params(max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
         for count in (1, TOGETHER, *([MANY] if name in OF_MANY else [])):
-            yield name, [[3, 4, 5 + i] for i in range(count)], [params] * count
+            yield name, [[3, 4, 5 + i % 8] for i in range(count)], [params] * count
 
 
 def cached_kernels() -> dict[str, str]:
