@@ -264,6 +264,18 @@ class VerifyCost:
     steps: int = 1
 
 
+class MeasureStep(Protocol):
+    """Times a step of the target before there are requests."""
+
+    def __call__(self, rows: int, each: int = 1) -> float:
+        """Seconds of a step with ``rows`` decode rows, ``each`` of every request, the last with what is left over.
+
+        Raises:
+            MemoryError: the device has no room for such a step.
+        """
+        ...
+
+
 class DraftSchedule(Protocol):
     """Decides how many drafts are verified. Host code over arrays; the engine clips what it answers.
 
@@ -271,11 +283,11 @@ class DraftSchedule(Protocol):
     where it has none; ``caps [R]`` the most drafts that can be verified.
     """
 
-    def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
+    def start(self, measure: MeasureStep, rows: Sequence[int], key: Mapping[str, str]) -> str:
         """Once, after weights are loaded.
 
         Args:
-            measure: rows -> seconds of one step of the target with so many decode rows; may raise MemoryError.
+            measure: seconds of a step of the target.
             rows: step sizes worth measuring. key: what the measurement holds for (model, device, versions).
 
         Returns:

@@ -37,6 +37,7 @@ ADDED: Mapping[tuple[int, int], frozenset[str]] = {
             "JoinsGroups",
             "JudgedRows",
             "MaskJob",
+            "MeasureStep",
             "NoDevice",
             "PARTS",
             "ProcessGroup",

@@ -112,27 +112,26 @@ class StepProbe:
         self._context = self._blocks * cache.block_size
         self._tokens = np.random.default_rng(0)  # other ones each time, since other tokens use other experts
 
-    def seconds(self, rows: int) -> float:
-        """Seconds of one step with so many decode rows, after the inputs are there: forward pass and logits.
-
-        Raises:
-            MemoryError: the device has no room for such a step.
-        """
+    def seconds(self, rows: int, each: int = 1) -> float:
+        """A :class:`~deepinfer_core.api.MeasureStep`: forward pass and logits, after the inputs are there."""
         runner = self._runner
-        counts = np.ones(rows, np.int64)
+        counts = np.full(-(-rows // each), each, np.int64)
+        counts[-1] = rows - each * (len(counts) - 1)
         caches = runner.target_caches
-        read = np.append(np.arange(1, self._blocks + 1), 0).astype(np.int32)
-        tables = {name: np.repeat(read[None], rows, axis=0) for name in caches}
+        room = -(-(self._context + each) // runner.cache.block_size)
+        read = np.zeros(room, np.int32)
+        read[: self._blocks] = np.arange(1, self._blocks + 1)
+        tables = {name: np.repeat(read[None], len(counts), axis=0) for name in caches}
 
         def work() -> float:
             with torch.inference_mode():
-                starts = counts * self._context
+                starts = np.full(len(counts), self._context, np.int64)
                 layouts = runner.block_layouts(BlockRows(starts=starts, counts=counts, tables=tables))
                 positions = next(iter(layouts.values())).positions if layouts else None
                 upload = runner.device.upload
                 batch = ModelBatch(
                     token_ids=upload(self._tokens.integers(runner.token_limit, size=rows)),
-                    positions=upload(starts) if positions is None else positions,
+                    positions=upload(np.full(rows, self._context, np.int64)) if positions is None else positions,
                     layouts=layouts,
                     caches=caches,
                 )

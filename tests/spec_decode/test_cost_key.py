@@ -19,7 +19,7 @@ from toys.oracle import count_tokens
 
 from deepinfer_core import SamplingParams
 from deepinfer_core.checkpoint import open_checkpoint
-from deepinfer_core.engine.speculation_start import cost_key
+from deepinfer_core.engine.speculation_start import StepProbe, cost_key
 
 FULL = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."
 
@@ -94,4 +94,27 @@ def test_costs_are_measured_as_far_as_the_memory_goes(
     assert source.startswith("measured now, 3 step sizes up to 3 rows" if most else "none: the memory has no room")
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8))
     assert output.outputs[0].token_ids == count_tokens([7], 8, 64)
+    llm.close()
+
+
+def test_rows_are_measured_apart_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the schedule asks: a row of each of many requests, or several of each, the last with what is left over."""
+    plain, seen = Toy.forward, list[tuple[list[int], list[int]]]()
+
+    def forward(self: Any, batch: Any, plan: Any) -> Any:
+        layout = next(iter(batch.layouts.values()))
+        seen.append((layout.host_query_lens.tolist(), batch.positions.tolist()))
+        return plain(self, batch, plan)
+
+    directory = write_toy(tmp_path / "toy", "Count")
+    settings = {"speculation__method": "ngram", "speculation__schedule": "confidence"}
+    llm = open_toy(directory, **settings, plugins__spec_decode__cost_cache="off")
+    probe = StepProbe(llm.engine.core.runner)
+    with monkeypatch.context() as patched:
+        patched.setattr(Toy, "forward", forward)
+        assert probe.seconds(3) > 0
+        assert probe.seconds(10, 4) > 0
+    first = seen[0][1][0]
+    assert seen[0] == ([1, 1, 1], [first] * 3)
+    assert seen[1] == ([4, 4, 2], [first + place for place in (0, 1, 2, 3, 0, 1, 2, 3, 0, 1)])
     llm.close()

@@ -54,7 +54,7 @@ def test_a_while_of_other_work_slows_no_size_more_than_others() -> None:
     """One undisturbed turn is enough; sizes measured one after the other would not be."""
     turns = 0
 
-    def measure(rows: int) -> float:
+    def measure(rows: int, each: int = 1) -> float:
         nonlocal turns
         turns += 1
         return (1.0 + rows) * (5.0 if (turns // 9) % 2 else 1.0)
@@ -70,7 +70,7 @@ def test_with_little_time_the_sizes_lie_all_over_the_range(seconds: float) -> No
     def true(rows: int) -> float:
         return 1.0 + 0.2 * min(2 * rows, 12) + 0.02 * rows
 
-    def measure(rows: int) -> float:
+    def measure(rows: int, each: int = 1) -> float:
         now[0] += true(rows)
         return true(rows)
 
@@ -92,7 +92,7 @@ def test_compiling_at_first_takes_nothing_from_the_time(compiling: float, larges
     """On an H200 it left room for steps of 1 and 4 rows. If it takes too long altogether, that is all there is."""
     now, seen = [0.0], set[int]()
 
-    def measure(rows: int) -> float:
+    def measure(rows: int, each: int = 1) -> float:
         now[0] += (0.05 + 0.001 * rows) + compiling * (rows not in seen)
         seen.add(rows)
         return 0.05 + 0.001 * rows
@@ -102,7 +102,7 @@ def test_compiling_at_first_takes_nothing_from_the_time(compiling: float, larges
 
 
 def test_sizes_beyond_the_memory_are_left_out() -> None:
-    def measure(rows: int) -> float:
+    def measure(rows: int, each: int = 1) -> float:
         if rows > 20:
             raise MemoryError
         return float(rows)
@@ -157,7 +157,7 @@ def test_a_slope_that_nothing_confirms_fades() -> None:
     assert at(costs, 64)[0] == pytest.approx(45.0 + 128.0, rel=0.03)
     for _ in range(2000):
         costs.observe(cost(16, 12.0))
-        if costs._steps[0][0] == 16 and len({rows for rows, _ in costs._steps}) == 1 and costs._since_fit == 0:
+        if costs._steps[0][0] == 16 and len({step[0] for step in costs._steps}) == 1 and costs._since_fit == 0:
             assert at(costs, 16)[0] == pytest.approx(12.0, rel=0.01)
     assert at(costs, 1, 64) == pytest.approx([5.0 * 12 / 18, 45.0 * 12 / 18], rel=0.02)
 
@@ -231,15 +231,26 @@ KEY = {"model": "a", "device": "b"}
 def test_the_cache_is_keyed_and_ages(tmp_path: Path) -> None:
     path = tmp_path / cost_cache.file_name(KEY, [1, 2])
     table = [(1, 0.5), (2, 0.75)]
-    cost_cache.save(path, KEY, table, clock=lambda: 100.0)
-    assert cost_cache.load(path, 10, clock=lambda: 105.0) == table
+    cost_cache.save(path, KEY, table, 0.25, clock=lambda: 100.0)
+    assert cost_cache.load(path, 10, clock=lambda: 105.0) == (table, 0.25)
     assert cost_cache.load(path, 10, clock=lambda: 111.0) is None
     assert cost_cache.file_name({**KEY, "torch": "3"}, [1, 2]) != path.name
     assert cost_cache.file_name(KEY, [1, 2, 3]) != path.name
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"created": 1}', '{"created": 1, "table": [[2, 1], [1, 1]]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"created": 1}',
+        '{"created": 1, "table": [[1, 1]]}',
+        '{"created": 1, "table": [[1, 1]], "draft_share": 2}',
+        '{"created": 1, "table": [[2, 1], [1, 1]], "draft_share": 1}',
+    ],
+)
 def test_a_broken_cache_file_is_measured_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -251,7 +262,7 @@ def test_the_schedule_measures_once(tmp_path: Path) -> None:
     foreign.write_text("mine")
     asked: list[int] = []
 
-    def measure(rows: int) -> float:
+    def measure(rows: int, each: int = 1) -> float:
         asked.append(rows)
         return 0.001 * rows
 
@@ -268,7 +279,7 @@ def test_the_schedule_measures_once(tmp_path: Path) -> None:
 
 def schedule(milliseconds: Callable[[int], float], probe_steps: int = 8) -> ConfidenceSchedule:
     made = ConfidenceSchedule(Settings(cost_cache="off", probe_steps=probe_steps))
-    made.start(lambda rows: milliseconds(rows) / 1000, [1, 2, 4, 8, 16, 32, 64], KEY)
+    made.start(lambda rows, each=1: milliseconds(rows) / 1000, [1, 2, 4, 8, 16, 32, 64], KEY)
     return made
 
 

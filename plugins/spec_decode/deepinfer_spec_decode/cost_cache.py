@@ -35,23 +35,25 @@ def file_name(key: Mapping[str, str], rows: Sequence[int]) -> str:
     return f"step_costs_{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def load(path: Path, max_age: float, clock: Callable[[], float] = time.time) -> Table | None:
-    """A table at most ``max_age`` seconds old; None when there is none, or it is not whole."""
+def load(path: Path, max_age: float, clock: Callable[[], float] = time.time) -> tuple[Table, float] | None:
+    """A table at most ``max_age`` seconds old and a draft's share; None when there is none, or it is not whole."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         table = [(int(rows), float(seconds)) for rows, seconds in found["table"]]
-        age = clock() - float(found["created"])
+        share, age = float(found["draft_share"]), clock() - float(found["created"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
     ascending = all(a < b for (a, _), (b, _) in pairwise(table))
     if not table or not ascending or any(not 0 < seconds < float("inf") for _, seconds in table):
         return None
-    return table if 0 <= age <= max_age else None
+    return (table, share) if 0 <= age <= max_age and 0 <= share <= 1 else None
 
 
-def save(path: Path, key: Mapping[str, str], table: Table, clock: Callable[[], float] = time.time) -> None:
+def save(
+    path: Path, key: Mapping[str, str], table: Table, draft_share: float, clock: Callable[[], float] = time.time
+) -> None:
     """Write a table whole or not at all. A directory that cannot be written to is no reason to fail."""
-    text = json.dumps({"created": clock(), "key": dict(key), "table": table})
+    text = json.dumps({"created": clock(), "key": dict(key), "table": table, "draft_share": draft_share})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_core.api import VerifyCost
+from deepinfer_core.api import MeasureStep, VerifyCost
 
 Array = np.ndarray[Any, Any]
 
@@ -44,10 +44,17 @@ FADING = 0.1
 DRAFT_SAMPLES = 9
 LEAST_SHARE = 0.25
 """Of the measured cost that a correction leaves."""
+TOGETHER = 4
+"""Rows of a request that are measured together: drafts are rows of a request that is there anyway."""
+CHEAPER = 0.75
+"""Drafts are taken to cost as much as rows of other requests unless they cost less than this share of it: a measurement
+tells no more."""
+TELLS = 1.25
+"""Times what fewer rows cost: less than that says nothing of a row."""
 
 
 def measure_table(
-    measure: Callable[[int], float],
+    measure: MeasureStep,
     rows: Sequence[int],
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
@@ -91,6 +98,30 @@ def measure_table(
     return [(count, min(times)) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)]
 
 
+def measure_draft_share(measure: MeasureStep, table: Sequence[tuple[int, float]]) -> float:
+    """What a draft costs, over what a row of one more request does: 1, or less where that is plain.
+
+    Rows of one request share what is read of its context, and are one call where operators run request by request.
+    Measured at the largest size and at the middle one, :data:`TOGETHER` rows of each request; the larger share counts.
+    """
+    sizes = [rows for rows, _ in table if rows >= 2 * TOGETHER]
+    if not sizes:
+        return 1.0
+    costs = StepCosts(table)
+    found = []
+    for rows in {sizes[-1], sizes[len(sizes) // 2]}:
+        fewer, all_apart = (float(costs.measured(np.array([n]))[0]) for n in (-(-rows // TOGETHER), rows))
+        if all_apart < TELLS * fewer:
+            return 1.0
+        try:
+            together = min(measure(rows, TOGETHER) for _ in range(TIMED))
+        except MemoryError:
+            return 1.0
+        found.append(max(0.0, together - fewer) / (all_apart - fewer))
+    share = max(found)
+    return share if share < CHEAPER else 1.0
+
+
 def _next_size(left: Sequence[int], measured: Sequence[int]) -> int:
     """The smallest size; upwards, sizes about four times the one before; then the middle of the widest gap.
 
@@ -124,15 +155,19 @@ class StepCosts:
     What steps really take corrects it: a factor where all are slower, as beside other work, and seconds for each row,
     since contexts are longer than those of the measurement. Steps of one size, or nearly, cannot tell them apart: then
     it is the factor, which leaves the table its shape. ``fits`` counts corrections.
+
+    The table holds steps of one row a request. ``draft_share`` is what a draft adds to a step, over what a row of one
+    more request does (:func:`measure_draft_share`).
     """
 
-    def __init__(self, table: Sequence[tuple[int, float]]) -> None:
+    def __init__(self, table: Sequence[tuple[int, float]], draft_share: float = 1.0) -> None:
         if not table:
             raise ValueError("a cost table needs at least one measurement")
+        self.draft_share = draft_share
         self.rows = np.array([row for row, _ in table], np.float64)
         seconds = np.array([cost for _, cost in table], np.float64)
         self.seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        self._steps: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
         self._off: deque[float] = deque([0.0] * (LATELY // 2), maxlen=LATELY)
         self._since_fit = 0
         self._drafts: dict[int, deque[float]] = {}
@@ -148,6 +183,22 @@ class StepCosts:
         plain = self.measured(rows)
         corrected: Array = np.maximum(self._factor * plain + self._slope * rows, LEAST_SHARE * plain)
         return corrected
+
+    def verifying(self, requests: int, rows: Array) -> Array:
+        """``[m]`` rows of so many requests, the rest of them drafts -> ``[m]`` seconds, corrected."""
+        cost = self(rows)
+        if self.draft_share == 1.0:
+            return cost
+        alone = self(np.minimum(rows, requests))
+        shared: Array = alone + self.draft_share * (cost - alone)
+        return shared
+
+    def _as_measured(self, requests: int, rows: int) -> tuple[float, float]:
+        """Rows apart that would cost as much for each row more, and seconds by the table."""
+        alone = min(requests, rows)
+        fewer, cost = self.measured(np.array([alone, rows]))
+        share = self.draft_share
+        return alone + share * (rows - alone), float(fewer + share * (cost - fewer))
 
     def measured(self, rows: Array) -> Array:
         """As the table says."""
@@ -183,15 +234,16 @@ class StepCosts:
         self._learn_drafting(cost)
         if not cost.decode or cost.rows == 0:
             return
-        self._steps.append((cost.rows, self._believed(cost.rows, cost.target_seconds)))
+        rows, plain = self._as_measured(cost.requests, cost.rows)
+        self._steps.append((rows, plain, self._believed(cost)))
         self._since_fit += cost.steps
         if self._since_fit >= (FIT_EACH if self.fits else FIRST_FIT):
             self._fit()
 
-    def _believed(self, rows: int, seconds: float) -> float:
+    def _believed(self, cost: VerifyCost) -> float:
         """What a step took, or as much of it as one step is taken at its word for."""
-        expected = float(self(np.array([rows]))[0])
-        off = seconds / expected - 1
+        expected = float(self.verifying(cost.requests, np.array([cost.rows]))[0])
+        off = cost.target_seconds / expected - 1
         self._off.append(abs(off))
         most = FAR_OFF * max(median(self._off), LOADS)
         return expected * (1 + min(max(off, -most), most))
@@ -215,7 +267,7 @@ class StepCosts:
             self._depth = cost.chances.shape[1]
         load = self._factor
         if cost.decode and cost.rows and self.fits:
-            load *= cost.target_seconds / float(self(np.array([cost.rows]))[0])
+            load *= cost.target_seconds / float(self.verifying(cost.requests, np.array([cost.rows]))[0])
         if paused or not cost.decode:
             if count not in self._drafts:
                 self._known[count] = (cost.draft_seconds - cost.absorb_seconds) / load
@@ -228,8 +280,7 @@ class StepCosts:
         """Factor and slope with the least absolute error, relative to the measured costs, so that some disturbed steps
         do no harm. As far as the sizes are too much alike to tell a slope, it is that of before, which fades."""
         self._since_fit = 0
-        rows, found = np.array(self._steps, np.float64).T
-        plain = self.measured(rows)
+        rows, plain, found = np.array(self._steps, np.float64).T
         share, ratio = rows / plain, found / plain
         spread, found_slope = float(share.std() / share.mean()), _slope(share, ratio)
         apart = ratio - found_slope * share

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from deepinfer_core.api import VerifyCost
+from deepinfer_core.api import MeasureStep, VerifyCost
 
 from .budget import Cost, allocate, early_stop_budget, gain, global_budget, usable
 from .cost_cache import cache_directory, file_name, load, save
-from .cost_table import StepCosts, measure_table
+from .cost_table import StepCosts, measure_draft_share, measure_table
 from .settings import Settings
 
 Array = np.ndarray[Any, Any]
 
 SECONDS_TO_MEASURE = 4.0
-SIZES = "all over the range"
-"""How sizes are chosen where there is no time for all: older tables ended early."""
+SIZES = "all over the range; drafts apart"
+"""What is measured, and how sizes are chosen where there is no time for all."""
 
 ENOUGH = 8
 """Drafts from which on what they say of the next ones is believed."""
@@ -93,21 +94,24 @@ class ConfidenceSchedule:
         self._answer = True
         self._promised: tuple[tuple[int, int], float] | None = None
 
-    def start(self, measure: Callable[[int], float], rows: Sequence[int], key: Mapping[str, str]) -> str:
+    def start(self, measure: MeasureStep, rows: Sequence[int], key: Mapping[str, str]) -> str:
         key = {**key, "sizes": SIZES}
         directory = cache_directory(self._settings.cost_cache)
         path = None if directory is None else directory / file_name(key, rows)
-        table = None if path is None else load(path, self._settings.cost_cache_hours * 3600)
+        known = None if path is None else load(path, self._settings.cost_cache_hours * 3600)
         source = f"cached in {path}"
-        if table is None:
+        if known is None:
             table = measure_table(measure, rows, SECONDS_TO_MEASURE)
             if not table:
                 return "none: the memory has no room for a step of one row; every row is taken to cost the same"
+            known = table, measure_draft_share(measure, table)
             source = f"measured now, {len(table)} step sizes up to {table[-1][0]} rows"
             if path is not None:
-                save(path, key, table)
-        self._costs_began(StepCosts(table))
-        return source
+                save(path, key, *known)
+        costs = StepCosts(*known)
+        self._costs_began(costs)
+        cheaper = f"; a draft costs {costs.draft_share:.2f} of a request's row" if costs.draft_share < 1 else ""
+        return source + cheaper
 
     def budget(self, survival: Array, caps: Array, rows: int, *, delayed: bool) -> int:
         if self._learned and not self._on:
@@ -118,7 +122,7 @@ class ConfidenceSchedule:
     def _round_costs(self, requests: int) -> Cost:
         """Seconds of a round by its rows. While each step drafts for the next, that is part of every round."""
         drafting = self.costs.drafting(requests) if self._on else 0.0
-        return lambda rows: self.costs(rows) + drafting
+        return lambda rows: self.costs.verifying(requests, rows) + drafting
 
     def drafts(self, requests: int, fresh: int) -> int:
         few = min(requests, PROBED)
@@ -158,9 +162,13 @@ class ConfidenceSchedule:
         """The ratio of tokens a second that all drafts remembered promise so many requests."""
         asked = (requests, self._count)
         if self._promised is None or self._promised[0] != asked:
-            found = gain(np.stack(self._long), requests, self.costs, self.costs.drafting(requests))
-            self._promised = asked, found
+            self._promised = asked, self._gain(self._long, requests)
         return self._promised[1]
+
+    def _gain(self, seen: Iterable[Array], requests: int) -> float:
+        """The ratio of tokens a second, were all drafts like these."""
+        verifying = partial(self.costs.verifying, requests)
+        return gain(np.stack(list(seen)), requests, verifying, self.costs.drafting(requests))
 
     def allocate(self, survival: Array, caps: Array, total: int) -> Array:
         return allocate(survival, caps, total)
@@ -173,7 +181,7 @@ class ConfidenceSchedule:
         self._idle_steps += cost.steps
         verifying = 0.0
         if cost.decode and cost.rows > cost.requests:
-            alone, whole = self.costs(np.array([cost.requests, cost.rows]))
+            alone, whole = self.costs.verifying(cost.requests, np.array([cost.requests, cost.rows]))
             verifying = cost.target_seconds * (1 - float(alone / whole))
         if self._on:
             self._spent_on += cost.draft_seconds + verifying
@@ -233,7 +241,7 @@ class ConfidenceSchedule:
         if self._asked != asked:
             self._asked = asked
             least = CLEARLY if self._on and self._begins(requests) else 1.0
-            self._answer = gain(np.stack(self._seen), requests, self.costs, self.costs.drafting(requests)) > least
+            self._answer = self._gain(self._seen, requests) > least
         return self._answer
 
     def _begins(self, requests: int) -> bool:
