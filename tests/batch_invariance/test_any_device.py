@@ -15,6 +15,7 @@ import torch
 from deepinfer_batch_invariance.by_tiles import BatchedLinearByTiles, LinearByTiles
 from deepinfer_batch_invariance.rounding import QuantiseDequantise
 from deepinfer_batch_invariance.self_check import same_bits
+from deepinfer_batch_invariance.tiles import steady_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariance import MOST_ROWS, check_company, context, normal, operator, reference_operator
@@ -146,6 +147,16 @@ def test_sums_are_tried_before_they_are_rounded(name: str) -> None:
     assert not same_bits(moved.run(x, *weight), torch.cat([moved.run(part, *weight) for part in torch.split(x, 8)]))
     check_company(lambda picked: op.run(x[picked], *weight), len(x))
     assert same_bits(op.run(x, *weight), torch.cat([op.run(part, *weight) for part in torch.split(x, 8)]))
+
+
+def test_large_tiles_that_go_another_way_are_left_out() -> None:
+    def moves(x: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(x, x.new_tensor(torch.inf)) if len(x) in (2, 64, 128) else x
+
+    row = normal(100)
+    assert steady_tiles(moves, row, "this", 1, (4, 8, 16, 32, 64, 128)).counts == (4, 8, 16, 32)
+    assert steady_tiles(moves, row, "this", 1, (2, 8, 64, 128)).counts == (2, 64, 128)
+    assert steady_tiles(moves, row, "this", 1, (64, 128)).counts == (1,)
 
 
 BY_TILES = [case for case, name in pointwise.CASES.items() if name != "quantise_dequantise"]

@@ -69,12 +69,17 @@ def widest(dtype: str) -> str:
 def steady_tiles(
     function: RowFunction, row: torch.Tensor, what: str, num_threads: int, counts: Sequence[int] = COUNTS
 ) -> Tiles:
-    """Tiles of those of ``counts`` that keep a row's bits, tried with copies of ``row``; else of one row."""
+    """Tiles of those of ``counts``, ascending, that keep a row's bits, tried with copies of ``row``; else of one row.
+
+    Where the largest counts go another way than small ones, which a single row needs, they are left out.
+    """
     with threads(num_threads):
-        try:
-            return Tiles(steady_counts(function, row, counts, what))
-        except PlanError:
-            return Tiles((1,))
+        for most in range(len(counts), 0, -1):
+            try:
+                return Tiles(steady_counts(function, row, counts[:most], what))
+            except PlanError:
+                continue
+    return Tiles((1,))
 
 
 def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
