@@ -42,7 +42,7 @@ def told(requests: int, rows: int, seconds: float, chances: Any = None) -> Verif
     )
 
 
-@pytest.mark.parametrize(("request_ms", "row_ms"), [(5.0, 1.0), (1.0, 1.0), (0.5, 0.0), (5.0, 0.1)])
+@pytest.mark.parametrize(("request_ms", "row_ms"), [(5.0, 1.0), (2.0, 1.0), (1.0, 0.0), (5.0, 0.1)])
 def test_a_draft_costs_its_share(request_ms: float, row_ms: float) -> None:
     measure = device(request_ms, row_ms)
     share = measure_draft_share(measure, table(measure))
@@ -51,6 +51,20 @@ def test_a_draft_costs_its_share(request_ms: float, row_ms: float) -> None:
     for requests, rows in ((1, 6), (16, 16), (16, 96), (60, 61)):
         expected = FIRST + request_ms * requests + row_ms * rows
         assert costs.verifying(requests, np.array([rows]))[0] == pytest.approx(expected)
+
+
+def test_long_steps_are_not_repeated() -> None:
+    """Steps of up to 0.1 s tell what drafts cost; where there are none, the smallest one."""
+    for factor, most in ((0.001, 16), (1.0, 8)):
+        asked: list[int] = []
+
+        def measure(rows: int, each: int = 1, factor: float = factor, asked: list[int] = asked) -> float:
+            asked.append(rows)
+            return factor * device(4.0, 0.0)(rows, each)
+
+        known = [(rows, factor * device(4.0, 0.0)(rows)) for rows in SIZES]
+        assert measure_draft_share(measure, known) == pytest.approx(0.0)
+        assert max(asked) == most
 
 
 def test_what_a_measurement_does_not_tell_is_no_share() -> None:

@@ -46,9 +46,11 @@ LEAST_SHARE = 0.25
 """Of the measured cost that a correction leaves."""
 TOGETHER = 4
 """Rows of a request that are measured together: drafts are rows of a request that is there anyway."""
-CHEAPER = 0.75
-"""Drafts are taken to cost as much as rows of other requests unless they cost less than this share of it: a measurement
-tells no more."""
+CHEAPER = 0.5
+"""Drafts are taken to cost as much as rows of other requests unless they cost less than this share of it: on a busy
+machine a measurement tells no more."""
+BRIEF = 0.1
+"""Seconds of a step that is repeated for that: about a second in all."""
 TELLS = 1.25
 """Times what fewer rows cost: less than that says nothing of a row."""
 
@@ -102,24 +104,31 @@ def measure_draft_share(measure: MeasureStep, table: Sequence[tuple[int, float]]
     """What a draft costs, over what a row of one more request does: 1, or less where that is plain.
 
     Rows of one request share what is read of its context, and are one call where operators run request by request.
-    Measured at the largest size and at the middle one, :data:`TOGETHER` rows of each request; the larger share counts.
+    At the largest of the sizes that take no more than :data:`BRIEF` seconds and at the middle one the same rows take
+    turns, apart and :data:`TOGETHER` of each request, and the requests of these alone; of each the fastest counts, and
+    of the two sizes the larger share.
     """
-    sizes = [rows for rows, _ in table if rows >= 2 * TOGETHER]
-    if not sizes:
+    enough = [(rows, cost) for rows, cost in table if rows >= 2 * TOGETHER]
+    if not enough:
         return 1.0
-    costs = StepCosts(table)
+    sizes = [rows for rows, cost in enough if cost <= BRIEF] or [enough[0][0]]
     found = []
-    for rows in {sizes[-1], sizes[len(sizes) // 2]}:
-        fewer, all_apart = (float(costs.measured(np.array([n]))[0]) for n in (-(-rows // TOGETHER), rows))
-        if all_apart < TELLS * fewer:
-            return 1.0
+    for rows in sorted({sizes[-1], sizes[len(sizes) // 2]}):
+        ways = ((-(-rows // TOGETHER), 1), (rows, TOGETHER), (rows, 1))
         try:
-            together = min(measure(rows, TOGETHER) for _ in range(TIMED))
+            fewer, together, apart = (min(times) for times in zip(*_turns(measure, ways), strict=True))
         except MemoryError:
             return 1.0
-        found.append(max(0.0, together - fewer) / (all_apart - fewer))
+        if apart < TELLS * fewer:
+            return 1.0
+        found.append(max(0.0, together - fewer) / (apart - fewer))
     share = max(found)
     return share if share < CHEAPER else 1.0
+
+
+def _turns(measure: MeasureStep, ways: Sequence[tuple[int, int]]) -> list[list[float]]:
+    """Seconds of each way, rows and those of a request, in each of :data:`TIMED` turns."""
+    return [[measure(rows, each) for rows, each in ways] for _ in range(TIMED)]
 
 
 def _next_size(left: Sequence[int], measured: Sequence[int]) -> int:
