@@ -81,7 +81,7 @@ def test_values_are_those_of_each_row(toy_llm: ToyLLM, right: int, mode: Any) ->
             assert {int(i) for i in expected.argsort()[-2:]} <= entry.keys()
             assert token in entry
             for listed, value in entry.items():
-                assert math.isclose(value.logprob, expected[listed], abs_tol=1e-5)
+                assert math.isclose(value.logprob, expected[listed], abs_tol=5e-5)
             known.append(token)
     assert_clean(llm)
 
@@ -144,5 +144,5 @@ def test_small_model(checkpoint: Path, llamas: Twins, right: int, temperature: f
             assert ids[i] in entry
             assert 3 <= len(entry) <= 4
             for token, value in entry.items():
-                assert math.isclose(value.logprob, float(expected[len(prompt) - 1 + i, token]), abs_tol=1e-5)
+                assert math.isclose(value.logprob, float(expected[len(prompt) - 1 + i, token]), abs_tol=5e-5)
     assert_clean(llamas.drafting)
