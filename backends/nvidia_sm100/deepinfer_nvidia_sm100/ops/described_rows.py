@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dependent import let_next_in_late, take_turn
+from .ending import Ending
 from .normed_rows import add_tile, norm_scale, row_squares
 from .starting import starter
 
@@ -174,20 +175,13 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
 def launch_described(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
     out: torch.Tensor,
     tile: Any,
     arrived: torch.Tensor,
     partial: torch.Tensor,
+    ending: Ending,
     *,
-    gated: bool,
-    limit: float | None,
-    rounded: bool,
-    normed: tuple[Any, ...],
-    flags: dict[str, Any],
     length: int,
-    options: dict[str, Any],
-    compile_only: bool,
 ) -> None:
     """As :func:`~.few_rows.launch`, which calls it for tiles with ``described``."""
     columns, inner = weight.shape
@@ -195,28 +189,29 @@ def launch_described(
         "BLOCK_N": tile.block_n,
         "BLOCK_M": tile.block_m,
         "BLOCK_K": tile.block_k,
-        "BIAS": bias is not None,
+        "BIAS": ending.bias is not None,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **options,
+        **ending.options,
     }
-    some = out if bias is None else bias
+    some = out if ending.bias is None else ending.bias
     rows = described(x, tile.block_m, tile.block_k)
     grid = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(x.shape[0], tile.block_m))
-    run = starter(described_gated_kernel if gated else described_rows_kernel, grid, compile_only=compile_only)
-    if gated:
+    run = starter(
+        described_gated_kernel if ending.gated else described_rows_kernel, grid, compile_only=ending.compile_only
+    )
+    if ending.gated:
         halves = described(weight, tile.block_n // 2, tile.block_k)
         width = columns // 2
-        clamp = 0.0 if limit is None else limit
         run(
-            rows, halves, some, out, x.shape[0], width, inner, clamp, *normed[2:], PARTS=flags["PARTS"],
-            LIMITED=limit is not None, ROUNDED=rounded, **common,
+            rows, halves, some, out, x.shape[0], width, inner, ending.clamp, *ending.normed[2:],
+            PARTS=ending.flags["PARTS"], LIMITED=ending.limit is not None, ROUNDED=ending.rounded, **common,
         )  # fmt: skip
     else:
         whole = described(weight, tile.block_n, tile.block_k)
         split = tile.splits > 1
         run(
-            rows, whole, some, out, partial, arrived, x.shape[0], columns, inner, tile.splits, length, *normed,
-            SPLIT=split, **flags, **common,
+            rows, whole, some, out, partial, arrived, x.shape[0], columns, inner, tile.splits, length, *ending.normed,
+            SPLIT=split, **ending.flags, **common,
         )  # fmt: skip

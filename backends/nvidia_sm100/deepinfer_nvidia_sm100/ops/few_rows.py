@@ -12,8 +12,6 @@ Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operat
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import torch
 import triton
@@ -21,6 +19,7 @@ import triton.language as tl
 
 from .dependent import dependent, let_next_in_late, take_turn
 from .described_rows import describable, launch_described
+from .ending import Ending
 from .finished_tile import store_tile
 from .held_rows import HeldTile, launch_held
 from .normed_rows import Add, Scale, add_tile, arguments, norm_scale, row_squares
@@ -207,35 +206,28 @@ def launch(
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
     partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
-    normed, flags = arguments(add, scale, out)
-    if not isinstance(tile, Tile):
-        ends: dict[str, Any] = {"gated": gated, "limit": limit, "rounded": rounded, "normed": normed, "flags": flags}
-        ends |= {"options": options, "compile_only": compile_only}
-        if isinstance(tile, OneRowTile):
-            launch_one_row(x, weight, bias, out, tile, arrived, partial, **ends)
-        else:
-            launch_held(x, weight, bias, out, tile, arrived, partial, **ends)
-        return
-    if tile.late and options["DEPENDENT"]:
+    if isinstance(tile, Tile) and tile.late and options["DEPENDENT"]:
         options["DEPENDENT"] = 2
+    normed, flags = arguments(add, scale, out)
+    ending = Ending(
+        bias=bias,
+        gated=gated,
+        limit=limit,
+        rounded=rounded,
+        normed=normed,
+        flags=flags,
+        options=options,
+        compile_only=compile_only,
+    )
+    if isinstance(tile, OneRowTile):
+        launch_one_row(x, weight, out, tile, arrived, partial, ending)
+        return
+    if isinstance(tile, HeldTile):
+        launch_held(x, weight, out, tile, arrived, partial, ending)
+        return
+    length = part_length(inner, tile.splits, tile.block_k)
     if tile.described and describable(x) and describable(weight):
-        launch_described(
-            x,
-            weight,
-            bias,
-            out,
-            tile,
-            arrived,
-            partial,
-            gated=gated,
-            limit=limit,
-            rounded=rounded,
-            normed=normed,
-            flags=flags,
-            length=part_length(inner, tile.splits, tile.block_k),
-            options=options,
-            compile_only=compile_only,
-        )
+        launch_described(x, weight, out, tile, arrived, partial, ending, length=length)
         return
     grid = (triton.cdiv(columns, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
     starter(few_rows_kernel, grid, compile_only=compile_only)(
@@ -250,22 +242,17 @@ def launch(
         inner,
         x.stride(0),
         tile.splits,
-        part_length(inner, tile.splits, tile.block_k),
-        0.0 if limit is None else limit,
+        length,
+        ending.clamp,
         *normed,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
-        **flags,
         SPLIT=tile.splits > 1,
         EVEN_N=columns % tile.block_n == 0,
         EVEN_K=inner % tile.block_k == 0,
-        BIAS=bias is not None,
-        GATED=gated,
-        LIMITED=limit is not None,
-        ROUNDED=rounded,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **options,
+        **ending.constants(),
     )

@@ -18,14 +18,13 @@ Floor: bytes of the weight, 2·N·K in 16 bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import torch
 import triton
 import triton.language as tl
 
 from .dependent import let_next_in, wait_turn
+from .ending import Ending
 from .finished_tile import store_tile
 from .normed_rows import add_tile, norm_scale, row_squares
 from .starting import starter
@@ -235,19 +234,11 @@ def unit_rows(rows: int) -> int:
 def launch_held(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
     out: torch.Tensor,
     tile: HeldTile,
     arrived: torch.Tensor,
     partial: torch.Tensor,
-    *,
-    gated: bool,
-    limit: float | None,
-    rounded: bool,
-    normed: tuple[Any, ...],
-    flags: dict[str, Any],
-    options: dict[str, Any],
-    compile_only: bool,
+    ending: Ending,
 ) -> None:
     """As :func:`~.few_rows.launch`, which calls it for such tiles; of at most :data:`MOST` rows."""
     rows, (columns, inner) = x.shape[0], weight.shape
@@ -255,10 +246,10 @@ def launch_held(
     pieces = tile.pieces(inner)
     limits = {"maxnreg": tile.registers} if tile.registers else {}
     grid = (triton.cdiv(columns, tile.block_n), tile.splits)
-    starter(held_rows_kernel, grid, compile_only=compile_only)(
+    starter(held_rows_kernel, grid, compile_only=ending.compile_only)(
         x,
         weight,
-        out if bias is None else bias,
+        out if ending.bias is None else ending.bias,
         out,
         partial,
         arrived,
@@ -267,22 +258,17 @@ def launch_held(
         inner,
         x.stride(0),
         tile.splits,
-        0.0 if limit is None else limit,
-        *normed,
+        ending.clamp,
+        *ending.normed,
         COLUMNS=tile.block_n,
         ROWS=block_m,
         WARPS=tile.warps,
         HELD=min(tile.held, pieces),
         PIECES=pieces,
         AHEAD=min(tile.ahead, triton.cdiv(pieces, 16 // block_m)),
-        **flags,
         SPLIT=tile.splits > 1,
         EVEN_K=inner == PIECE * tile.warps * tile.splits * pieces,
-        BIAS=bias is not None,
-        GATED=gated,
-        LIMITED=limit is not None,
-        ROUNDED=rounded,
         num_warps=tile.warps,
         **limits,
-        **options,
+        **ending.constants(),
     )

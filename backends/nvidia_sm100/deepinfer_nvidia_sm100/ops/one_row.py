@@ -13,14 +13,13 @@ Floor: bytes of the weight, 2·N·K in 16 bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import torch
 import triton
 import triton.language as tl
 
 from .dependent import let_next_in, wait_turn
+from .ending import Ending
 from .finished_tile import store_tile
 from .normed_rows import add_tile, norm_scale, row_squares
 from .starting import starter
@@ -144,46 +143,33 @@ class OneRowTile:
 def launch_one_row(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
     out: torch.Tensor,
     tile: OneRowTile,
     arrived: torch.Tensor,
     partial: torch.Tensor,
-    *,
-    gated: bool,
-    limit: float | None,
-    rounded: bool,
-    normed: tuple[Any, ...],
-    flags: dict[str, Any],
-    options: dict[str, Any],
-    compile_only: bool,
+    ending: Ending,
 ) -> None:
     """As :func:`~.few_rows.launch`, which calls it for such tiles."""
     columns, inner = weight.shape
     turns = tile.turns(inner)
-    starter(one_row_kernel, (triton.cdiv(columns, tile.block_n), tile.splits), compile_only=compile_only)(
+    starter(one_row_kernel, (triton.cdiv(columns, tile.block_n), tile.splits), compile_only=ending.compile_only)(
         x,
         weight,
-        out if bias is None else bias,
+        out if ending.bias is None else ending.bias,
         out,
         partial,
         arrived,
         columns,
         inner,
         tile.splits,
-        0.0 if limit is None else limit,
-        *normed,
+        ending.clamp,
+        *ending.normed,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         TURNS=turns,
-        **flags,
         SPLIT=tile.splits > 1,
         EVEN_N=columns % tile.block_n == 0,
         EVEN_K=inner == turns * tile.block_k * tile.splits,
-        BIAS=bias is not None,
-        GATED=gated,
-        LIMITED=limit is not None,
-        ROUNDED=rounded,
         num_warps=tile.warps,
-        **options,
+        **ending.constants(),
     )
