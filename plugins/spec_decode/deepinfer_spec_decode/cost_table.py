@@ -199,15 +199,18 @@ class StepCosts:
         if self.draft_share == 1.0:
             return cost
         alone = self(np.minimum(rows, requests))
-        shared: Array = alone + self.draft_share * (cost - alone)
+        shared: Array = self._with_drafts(alone, cost)
         return shared
+
+    def _with_drafts(self, alone: Any, apart: Any) -> Any:
+        """Between what requests cost without drafts and what they would if each draft were another request's row."""
+        return alone + self.draft_share * (apart - alone)
 
     def _as_measured(self, requests: int, rows: int) -> tuple[float, float]:
         """Rows apart that would cost as much for each row more, and seconds by the table."""
         alone = min(requests, rows)
         fewer, cost = self.measured(np.array([alone, rows]))
-        share = self.draft_share
-        return alone + share * (rows - alone), float(fewer + share * (cost - fewer))
+        return self._with_drafts(alone, rows), float(self._with_drafts(fewer, cost))
 
     def measured(self, rows: Array) -> Array:
         """As the table says."""
