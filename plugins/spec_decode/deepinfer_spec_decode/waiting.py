@@ -72,7 +72,7 @@ class WaitingRows:
 
     def _within(self, tables: Mapping[str, Array], block_sizes: Mapping[str, int]) -> Array:
         """Which rows lie in these blocks, ``[R, B]``; all of a module with several groups."""
-        if len(tables) != 1:
+        if len(tables) != 1 or not self.count:
             return np.ones(self.count, bool)
         ((name, table),) = tables.items()
         blocks = self._all_places()[name] // block_sizes[name]
@@ -112,7 +112,7 @@ class WaitingRows:
         ready: list[Absorbed] = []
         if self.count + rows <= self._room:
             return ready
-        most = self.limit // max(1, sum(value[:1].numel() * value.element_size() for value in values))
+        most = self.limit // max(1, sum(value.shape[1:].numel() * value.element_size() for value in values))
         most_kept = most * 3 // 4 - rows  # with more, few of the next would find room
         self._drop_dead(readable, {name: layout.block_size for name, layout in batch.layouts.items()}, most_kept)
         if self.count > max(0, most_kept):
