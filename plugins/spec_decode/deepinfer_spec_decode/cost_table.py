@@ -16,8 +16,11 @@ from deepinfer_core.api import MeasureStep, VerifyCost
 Array = np.ndarray[Any, Any]
 
 TIMED = 5
-"""Runs of each size at most, after two to warm up, which may take this share of the time:"""
+"""Turns of each size at most, after one run that may compile and one that counts as well; these two may take this share
+of the time:"""
 WARM_SHARE = 2 / 3
+QUICK = 1 / 200
+"""Of the time allowed: steps no longer than this are timed as often as may be."""
 LONGEST = 4
 """Times the time allowed, first runs included."""
 FAR = 4
@@ -63,12 +66,13 @@ def measure_table(
 ) -> list[tuple[int, float]]:
     """``(rows, seconds of a step)``, ascending.
 
-    Two runs warm up. Then the sizes take turns, so that a while of other work on the machine slows all of them and not
-    one; of each the fastest counts. Where the time allowed is too short for all sizes, those measured lie all over
+    Two runs come first. Then the sizes take turns, so that a while of other work on the machine slows all of them and
+    not one; of each the fastest counts. Where the time allowed is too short for all sizes, those measured lie all over
     the range, or as far up as it goes, since nothing can be said of what lies beyond them: first some far apart,
-    upwards, then always one in the widest gap. Two sizes and one turn are measured at least. What does not fit the
-    memory is left out. The first run of a size, which may compile kernels for seconds, does not count among the time,
-    as long as all of it takes no more than four times as long.
+    upwards, then always one in the widest gap. Two sizes and one turn are measured at least; sizes so quick that it
+    hardly costs time have all their turns, since most steps are of these. What does not fit the memory is left out.
+    The first run of a size, which may compile kernels for seconds, does not count among the time, as long as all of it
+    takes no more than four times as long.
     """
     started, spent, warm = clock(), 0.0, dict[int, float]()
     left = sorted(rows)
@@ -97,7 +101,12 @@ def measure_table(
         spent += turn
         if spent + turn > seconds:
             break
-    return [(count, min(times)) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)]
+    best = {count: min(warm[count], *times) for count, times in zip(sizes, zip(*turns, strict=True), strict=True)}
+    largest = max((count for count in sizes if best[count] <= QUICK * seconds), default=0)
+    quick = [count for count in sizes if count <= largest]
+    for _ in range(TIMED - len(turns)):
+        best |= {count: min(best[count], measure(count)) for count in quick}
+    return sorted(best.items())
 
 
 def measure_draft_share(measure: MeasureStep, table: Sequence[tuple[int, float]]) -> float:

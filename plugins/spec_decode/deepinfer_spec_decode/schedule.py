@@ -14,12 +14,13 @@ from deepinfer_core.api import MeasureStep, VerifyCost
 from .budget import Cost, allocate, early_stop_budget, gain, global_budget, usable
 from .cost_cache import cache_directory, file_name, load, save
 from .cost_table import StepCosts, measure_draft_share, measure_table
+from .memory import DraftMemory
 from .settings import Settings
 
 Array = np.ndarray[Any, Any]
 
 SECONDS_TO_MEASURE = 4.0
-SIZES = "all over the range; drafts apart"
+SIZES = "all over the range, quick ones in every turn; drafts apart"
 """What is measured, and how sizes are chosen where there is no time for all."""
 
 ENOUGH = 8
@@ -34,9 +35,6 @@ ASKED_EACH = 8
 KEPT_WHEN_STOPPED = 4
 """Of them: few, so that the next probe decides."""
 
-LONG_REMEMBERED = 256
-"""Of all drafts: what is expected where all requests are new."""
-
 PROBED = 2
 """Requests that a probe drafts for, at most."""
 
@@ -45,11 +43,13 @@ PROBE_SHARE = 0.005
 HOPELESS = 0.8
 """Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
 more drafts are needed to stop."""
+GROWN = 8
+"""Steps after which requests that were all new are at the beginning of their text no longer: what they draft first
+promises less than what follows."""
 YOUNG = 16
-"""Rounds of drafting in which requests that are all new are at the beginning of their text, which is harder to foretell
-than what follows."""
+"""Rounds of drafting in which requests that are all new are believed to do better yet."""
 CLEARLY = 0.9
-"""For so long drafting ends only below this ratio, if all drafts remembered pay or are of as few rounds."""
+"""For so long drafting ends only below this ratio, if what is known of grown text pays or is of as few rounds."""
 SHORT = 4
 """Steps that drafted for all requests: where drafting stops sooner, beginning was an error of few drafts, and what it
 took counts as a probe's."""
@@ -61,18 +61,21 @@ class ConfidenceSchedule:
     """The :class:`DraftSchedule` of every drafter here.
 
     Whether to draft at all is asked of what was drafted lately: the survival of those drafts, for as many requests as
-    there are now, against the cost of verifying and of drafting. Where all requests are new, what was drafted for
-    others over a longer time says what to expect, until there are drafts of their own. Before anything is known, and
-    now and then while drafting does not pay, a few requests are drafted for to find out: once or twice at first, where
-    the answer is clear.
+    there are now, against the cost of verifying and of drafting. Where all requests are new, and again where they have
+    grown, what was drafted for others of that age over a longer time says what to expect, until there are drafts of
+    their own. Before anything is known, and now and then while drafting does not pay, a few requests are drafted for to
+    find out: once or twice at first, where the answer is clear.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._seen: deque[Array] = deque()
-        self._long: deque[Array] = deque(maxlen=LONG_REMEMBERED)
+        self._memory = DraftMemory()
         self._others = 0  # of those seen, how many stand for new requests
         self._all_new = False
+        self._young = False
+        self._steps = 0
+        self._new_at = 0  # the steps before all requests were new
         self._count = 0
         self._rounds = 0  # of drafting
         self._began_at = 0  # the rounds before all requests were new
@@ -126,11 +129,9 @@ class ConfidenceSchedule:
 
     def drafts(self, requests: int, fresh: int) -> int:
         few = min(requests, PROBED)
-        if self._count < ENOUGH and (requests <= ENOUGH or self._may_pay(requests)):
+        self._grow(all_new=fresh == requests)
+        if self._finds_out() and (requests <= ENOUGH or self._may_pay(requests)):
             return few
-        if fresh == requests and not self._all_new:
-            self._expect_others()
-        self._all_new = fresh == requests
         if self._pays(requests):
             if not self._on:
                 self._began()
@@ -139,9 +140,27 @@ class ConfidenceSchedule:
             self._stopped(requests)
         return few if self._probes(requests, few) else 0
 
+    def _grow(self, *, all_new: bool) -> None:
+        """Requests that are all new now, or grown since they were: others of that age say what to expect. Not while
+        grown ones are drafted for, whose own drafts say it."""
+        if all_new and not self._all_new:
+            self._young, self._new_at, self._began_at = True, self._steps, self._rounds
+            self._expect_others()
+        elif self._young and self._steps - self._new_at >= GROWN:
+            self._young = False
+            if not self._on:
+                self._expect_others()
+        self._all_new = all_new
+
+    def _finds_out(self) -> bool:
+        """Whether too little is known: of any drafts, or of those of grown requests where young ones do not pay."""
+        if self._count < ENOUGH:
+            return True
+        return not self._on and not self._young and self._memory.count(young=False) < ENOUGH
+
     def _probes(self, requests: int, few: int) -> bool:
-        """Whether to find out now: after a while, or where all requests are new and may be worth it, as far as the
-        share goes."""
+        """Whether to find out now: after a while, or where all requests are new, have grown and may be worth it, as far
+        as the share goes."""
         due = PROBE_SHARE * (self._clock - self._probed)
         if due < self._probe_seconds:
             return False
@@ -149,20 +168,20 @@ class ConfidenceSchedule:
         rarer: int = 2 ** min(self._in_vain, MOST_HALVINGS)
         if self._idle_steps >= rarer * self._settings.probe_steps and due >= rarer * seconds:
             self._in_vain += 1
-        elif not self._all_new or due < seconds or not self._may_pay(requests):
+        elif not self._all_new or self._young or due < seconds or not self._may_pay(requests):
             return False
         self._idle_steps, self._probed = 0, self._clock
         return True
 
     def _may_pay(self, requests: int) -> bool:
-        """Not so if all drafts remembered, be they few, say that drafting is far from that."""
-        return not self._long or self._promise(requests) >= HOPELESS
+        """Not so if what is remembered of grown requests, be it little, says that drafting is far from that."""
+        return self._count == 0 or self._promise(requests) >= HOPELESS
 
     def _promise(self, requests: int) -> float:
-        """The ratio of tokens a second that all drafts remembered promise so many requests."""
-        asked = (requests, self._count)
+        """The ratio of tokens a second that what is remembered of grown requests promises so many."""
+        asked = (requests, self._memory.version)
         if self._promised is None or self._promised[0] != asked:
-            self._promised = asked, self._gain(self._long, requests)
+            self._promised = asked, self._gain(self._memory.of(young=False), requests)
         return self._promised[1]
 
     def _gain(self, seen: Iterable[Array], requests: int) -> float:
@@ -178,6 +197,7 @@ class ConfidenceSchedule:
         self._clock += cost.target_seconds + cost.draft_seconds
         if cost.steps > 1:
             self._clock += (cost.steps - 1) * float(self.costs(np.array([cost.requests]))[0])
+        self._steps += cost.steps
         self._idle_steps += cost.steps
         verifying = 0.0
         if cost.decode and cost.rows > cost.requests:
@@ -213,19 +233,17 @@ class ConfidenceSchedule:
             self._others = max(0, self._others - 1)
 
     def _expect_others(self) -> None:
-        """Forget what the requests before said of their text; a few drafts of all requests stand for the new ones."""
-        self._asked, self._began_at = None, self._rounds
-        self._seen.clear()
-        every = max(1, len(self._long) // KEPT_WHEN_STOPPED)
-        ranked = sorted(self._long, key=lambda chances: float(chances.sum()))
-        self._seen.extend(ranked[every // 2 :: every][:KEPT_WHEN_STOPPED])
+        """Forget what was said before; a few drafts of other requests of this age stand for these."""
+        self._asked = None
+        self._seen = deque(self._memory.typical(KEPT_WHEN_STOPPED, young=self._young))
         self._others = len(self._seen)
 
     def _learn(self, chances: Array) -> None:
         """``[R, n]`` survival of new drafts."""
-        self._long.extend(usable(chances, np.full(len(chances), chances.shape[1])))
-        self._seen.extend(usable(chances, np.full(len(chances), chances.shape[1])))
-        if len(self._seen) - self._others >= ENOUGH:
+        made = list(usable(chances, np.full(len(chances), chances.shape[1])))
+        self._memory.add(made, young=self._young)
+        self._seen.extend(made)
+        if len(self._seen) - self._others >= (ENOUGH if self._on else PROBED):
             for _ in range(self._others):
                 self._seen.popleft()
             self._others = 0
