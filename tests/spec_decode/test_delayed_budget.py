@@ -70,7 +70,8 @@ def asked(directory: Path, ahead: bool, drains: bool, seeded: bool) -> list[tupl
 def test_own_survival_is_never_called_delayed(tmp_path: Path, ahead: bool, drains: bool, seeded: bool) -> None:
     directory = write_toy(tmp_path / "toy", "PrefixHash")
     found = asked(directory, ahead, drains, seeded)
-    knows_own = not ahead or drains
     assert len(found) > 3
-    assert {delayed for delayed, _ in found} == {seeded or not knows_own}
-    assert {same for _, same in found} == {knows_own}
+    assert all(delayed == (seeded or not own) for delayed, own in found)
+    own_ones = sum(own for _, own in found)
+    # One step ahead, too, a step may follow one that is committed: where the last of a few requests had no room.
+    assert own_ones == len(found) if not ahead or drains else own_ones < len(found) / 2
