@@ -221,6 +221,8 @@ WAYS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "mtp confidence": ("mtp", 5, {"schedule": "confidence"}),
     "dspark fixed": ("dspark", 5, {"schedule": "fixed"}),
     "dspark confidence": ("dspark", 5, {"schedule": "confidence"}),
+    "dspark-7 fixed": ("dspark", 7, {"schedule": "fixed"}),
+    "dspark-7 confidence": ("dspark", 7, {"schedule": "confidence"}),
     "ngram fixed": ("ngram", 5, {"schedule": "fixed"}),
     "ngram confidence": ("ngram", 5, {"schedule": "confidence"}),
     "none again": (None, 0, {}),

@@ -5,9 +5,10 @@ On a processor with 512-bit vectors this reads one row's weights at memory speed
 three times faster than ``F.linear``. Where torch was built without oneDNN, the weight is kept transposed,
 ``[in, out]``, which reads faster than ``[out, in]`` for few rows.
 
-A oneDNN call costs some 11 microseconds before it multiplies, which is more than a small product takes in all. Small
-weights are therefore kept in both layouts, and steps of few rows multiply by the transposed one. Larger ones are kept
-once; a single row may be multiplied by reading their blocks another way (``columns.py``).
+A oneDNN call costs some 11 microseconds before it multiplies, more where its code has left the caches since the last
+one: more than a small product takes in all. Small weights are therefore kept in both layouts, and steps of few rows
+multiply by the transposed one. Larger ones are kept once; a single row may be multiplied by reading their blocks
+another way (``columns.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ PACKED_FOR_ROWS = 32
 """Rows that oneDNN chooses its layout for. From 8 on it is the same; for 1 it picks one that is slower for more."""
 
 SMALL = 1 << 16
-"""Multiplications up to which a plain product is done before oneDNN has begun, and elements of a small weight."""
+"""Elements of a weight that is kept twice."""
+
+FEW = 12 * SMALL
+"""Multiplications up to which a plain product by a small weight is done sooner."""
 
 
 def has_onednn() -> bool:
@@ -113,7 +117,7 @@ class Blocked:
             packed,
             bias,
             transposed,
-            SMALL // weight.numel() if small else 0,
+            FEW // weight.numel() if small else 0,
             self._columns(packed, weight) if SMALL < weight.numel() <= self._largest else None,
         )
 

@@ -83,7 +83,7 @@ def test_few_rows_of_a_small_weight_and_many_agree_with_the_formula() -> None:
     size = 64
     op, weight = operator(LinearRequest(in_features=size, out_features=size, **DTYPES)), normal(size, size, seed=1)
     packed = op.prepare([weight])
-    for rows in (1, linear_module.SMALL // size**2, linear_module.SMALL // size**2 + 1):
+    for rows in (1, linear_module.FEW // size**2, linear_module.FEW // size**2 + 1):
         x = normal(rows, size, seed=2)
         check(op.run(x, packed), x, weight)
 
