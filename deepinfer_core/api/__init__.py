@@ -206,6 +206,7 @@ from .sparse_attention import (
     SparseAttentionRequest,
 )
 from .speculation import (
+    FRESH_TOKENS,
     DeviceDrafter,
     Draft,
     Drafter,
@@ -224,6 +225,7 @@ from .speculation import (
 __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
+    "FRESH_TOKENS",
     "GREEDY_TEMPERATURE",
     "PARTS",
     "PROJECT",

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Reads = Literal["tokens", "history", "module"]
 
+FRESH_TOKENS = 8
+"""Sampled tokens with which a request is no longer at the beginning of its text."""
+
 
 @attrs.frozen(kw_only=True)
 class DraftRow:
@@ -311,7 +314,8 @@ class DraftSchedule(Protocol):
         """How many of the requests this step shall draft for: all, none, or a few to find out whether that pays.
 
         Among the requests are those within their prompts, or about to enter: they will be there in the next step. The
-        engine takes those that can be drafted for whose last turn is longest ago. ``fresh`` of them never had one.
+        engine takes those that can be drafted for whose last turn is longest ago. ``fresh`` of them have sampled fewer
+        than :data:`FRESH_TOKENS` tokens: how a text begins is harder to foretell than what follows.
         """
         ...
 

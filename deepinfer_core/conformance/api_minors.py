@@ -31,6 +31,7 @@ ADDED: Mapping[tuple[int, int], frozenset[str]] = {
             "ExpertParallelRequest",
             "ExpertPlacement",
             "ExpertShare",
+            "FRESH_TOKENS",
             "GatedLinear",
             "GatedLinearRequest",
             "Graph",

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from deepinfer_core.api import DraftSchedule, VerifyCost
+from deepinfer_core.api import FRESH_TOKENS, DraftSchedule, VerifyCost
 
 from .kv_cache import KVCache
 from .slot_table import SlotTable
@@ -153,7 +153,8 @@ class DraftPlanner:
         if room.any() and self.schedule is not None:
             blocks = self.cache.free_blocks // self.cache.blocks_for(int(tops.max()))  # as long as the longest now
             to_come = min(waiting, table.num_free, blocks) + int((samples == 0).sum())
-            fresh = int((self._last_turn[slots[room]] == 0).sum())
+            sampled = table.length[slots[room]] - table.prompt_len[slots[room]]
+            fresh = int((sampled < FRESH_TOKENS).sum())
             wanted = self.schedule.drafts(int(room.sum()) + to_come, fresh + to_come)
             room = self._chosen(room, slots, wanted)
         propose = bool(room.any())

@@ -14,7 +14,6 @@ from deepinfer_spec_decode.budget import gain
 from deepinfer_spec_decode.cost_table import StepCosts, measure_table
 from deepinfer_spec_decode.schedule import (
     ENOUGH,
-    GROWN,
     HOPELESS,
     MOST_HALVINGS,
     PROBE_SHARE,
@@ -24,7 +23,7 @@ from deepinfer_spec_decode.schedule import (
 )
 from deepinfer_spec_decode.settings import Settings
 
-from deepinfer_core.api import VerifyCost
+from deepinfer_core.api import FRESH_TOKENS, VerifyCost
 
 
 def cost(
@@ -304,10 +303,10 @@ def run(
     made: ConfidenceSchedule, requests: int, chance: float, steps: int, drafting: float = 0.1, fresh: int = 0
 ) -> list[int]:
     """For how many requests each of the steps drafted. ``drafting``: milliseconds for one. ``fresh`` at first, until
-    they are drafted for."""
+    they have grown."""
     drafted = []
-    for _ in range(steps):
-        drafted.append(made.drafts(requests, max(0, fresh - sum(drafted))))
+    for step in range(steps):
+        drafted.append(made.drafts(requests, fresh if step < FRESH_TOKENS else 0))
         seconds = float(made.costs.measured(np.array([requests]))[0])
         told = cost(requests, seconds, drafted[-1] * drafting / 1000, drafted[-1])
         survival = np.cumprod(np.full((drafted[-1], 3), chance), axis=1)
@@ -384,7 +383,7 @@ def absorbing(made: ConfidenceSchedule, steps: int, fresh: int, paid: float) -> 
     """Steps of 16 requests and 16 ms that drafted, 1 ms each, where a probe also absorbs for ``paid`` ms."""
     probes = []
     for step in range(steps):
-        drafted = made.drafts(16, fresh if step == 0 else 0)
+        drafted = made.drafts(16, fresh if step < FRESH_TOKENS else 0)
         told = cost(16, 0.016, 0.001 * drafted + 0.001 * paid * bool(drafted), drafted)
         chances = np.full((drafted, 3), 0.1) if drafted else None
         made.observe(attrs.evolve(told, absorb_seconds=0.001 * paid * bool(drafted), chances=chances))
@@ -427,19 +426,19 @@ def test_new_requests_are_not_judged_by_the_text_before() -> None:
         pays = text % 2 == 1
         drafted = run(made, 1, 0.97 if pays else 0.05, 120, drafting=0.15, fresh=1)
         if text >= 1:
-            assert 1 in drafted[: GROWN + 1]
+            assert 1 in drafted[: FRESH_TOKENS + 1]
             assert sum(drafted[20:]) == (100 if pays else pytest.approx(0, abs=4))
 
 
 def batch(made: ConfidenceSchedule, requests: int, young: float, grown: float) -> list[int]:
-    """For how many of so many new requests each step drafted. Drafts are accepted with one chance within the first 8
-    tokens of a text and with another one in the 88 that follow. Drafting takes 2 ms for one."""
+    """For how many of so many new requests each step drafted. Drafts are accepted with one chance at the
+    beginning of a text and with another one in the 88 that follow. Drafting takes 2 ms for one."""
     drafted: list[int] = []
     tokens = 0.0
     while tokens < 96:
-        drafted.append(made.drafts(requests, max(0, requests - sum(drafted))))
+        drafted.append(made.drafts(requests, requests if tokens < FRESH_TOKENS else 0))
         verifies = drafted[-1] == requests
-        survival = np.cumprod(np.full((drafted[-1], 3), young if tokens < 8 else grown), axis=1)
+        survival = np.cumprod(np.full((drafted[-1], 3), young if tokens < FRESH_TOKENS else grown), axis=1)
         rows = 4 * requests if verifies else requests
         told = cost(rows, float(made.costs.measured(np.array([rows]))[0]), 0.002 * drafted[-1], drafted[-1])
         made.observe(attrs.evolve(told, requests=requests, chances=survival if drafted[-1] else None))
@@ -454,8 +453,8 @@ def test_what_begins_badly_is_found_to_pay_later(row: float) -> None:
     batch(made, 4, 0.4, 0.95)
     for _ in range(10):
         drafted = batch(made, 4, 0.4, 0.95)
-        assert drafted[: GROWN + 1].count(4) <= 3
-        assert drafted[GROWN + 1 :] == [4] * len(drafted[GROWN + 1 :])
+        assert drafted[: FRESH_TOKENS + 1].count(4) <= 3
+        assert drafted[FRESH_TOKENS + 1 :] == [4] * len(drafted[FRESH_TOKENS + 1 :])
 
 
 def test_what_never_pays_is_not_found_out_again_and_again() -> None:

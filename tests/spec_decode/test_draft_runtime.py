@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from toys.device_drafters import TEXTS
 from toys.oracle import count_tokens
 
 from deepinfer_core import SamplingParams
+from deepinfer_core.api import FRESH_TOKENS
 from deepinfer_core.engine.speculation import last_tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
@@ -181,6 +183,33 @@ def test_requests_that_enter_by_and_by_are_asked_for_together(tmp_path: Path, ah
         llm.generate(list(prompts), GREEDY)
         assert asked[0] == (first, first)
         llm.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_it_is_told_how_many_requests_begin_their_text(tmp_path: Path, ahead: bool) -> None:
+    """Two requests grow together; the third comes when they have sampled some ten tokens."""
+    more = {"speculation__schedule": "confidence", "scheduling__async_scheduling": ahead}
+    llm = open_toy(write_toy(tmp_path / "toy", "Count"), **drafting("told", **more))
+    core, longer = llm.engine.core, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    schedule: Any = core.planner.drafting.schedule  # type: ignore[union-attr]
+    asked: list[tuple[int, int]] = []
+    schedule.drafts = lambda requests, fresh: asked.append((requests, fresh)) or 1  # drafting, it is asked each time
+
+    def request(n: int) -> Any:
+        return llm.engine.intake.request(str(n), [n, 1, 2], longer, now=0.0, stream=False)
+
+    core.add([request(1), request(2)])
+    while len(asked) < 10:
+        core.step()
+    core.add([request(3)])
+    while core.has_unfinished:
+        core.step()
+    llm.close()
+    counts = [(requests, len(list(group))) for requests, group in itertools.groupby(asked)]
+    told = [pair for pair, _ in counts]
+    assert told[:4] == [(2, 2), (2, 0), (3, 1), (3, 0)]
+    assert dict(counts)[2, 2] <= FRESH_TOKENS + 1
+    assert dict(counts)[3, 1] <= FRESH_TOKENS + 1
 
 
 def test_what_is_no_token_has_no_chance(tmp_path: Path) -> None:

@@ -43,11 +43,8 @@ PROBE_SHARE = 0.005
 HOPELESS = 0.8
 """Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
 more drafts are needed to stop."""
-GROWN = 8
-"""Steps after which requests that were all new are at the beginning of their text no longer: what they draft first
-promises less than what follows."""
 YOUNG = 16
-"""Rounds of drafting in which requests that are all new are believed to do better yet."""
+"""Rounds of drafting in which requests that were all new are believed to do better yet."""
 CLEARLY = 0.9
 """For so long drafting ends only below this ratio, if what is known of grown text pays or is of as few rounds."""
 SHORT = 4
@@ -72,10 +69,8 @@ class ConfidenceSchedule:
         self._seen: deque[Array] = deque()
         self._memory = DraftMemory()
         self._others = 0  # of those seen, how many stand for new requests
-        self._all_new = False
-        self._young = False
-        self._steps = 0
-        self._new_at = 0  # the steps before all requests were new
+        self._young = False  # all requests are at the beginning of their text
+        self._unprobed = False  # they were, and nothing is known of what follows
         self._count = 0
         self._rounds = 0  # of drafting
         self._began_at = 0  # the rounds before all requests were new
@@ -86,7 +81,7 @@ class ConfidenceSchedule:
         self._probe_seconds = 0.0  # what that took
         self._in_vain = 0
         self._learned_on = 0
-        self._by_probe = False  # drafting began since a probe promised much, not with new requests
+        self._by_probe = False  # drafting began since a probe promised much, not what others' drafts say
         self._spent_on = 0.0  # seconds of drafting and verifying since then
         self._learned = False  # what drafters say is what was accepted of their drafts
         self._costs_began(StepCosts([(1, 1.0)]))
@@ -129,7 +124,7 @@ class ConfidenceSchedule:
 
     def drafts(self, requests: int, fresh: int) -> int:
         few = min(requests, PROBED)
-        self._grow(all_new=fresh == requests)
+        self._grow(young=fresh == requests)
         if self._finds_out() and (requests <= ENOUGH or self._may_pay(requests)):
             return few
         if self._pays(requests):
@@ -140,17 +135,16 @@ class ConfidenceSchedule:
             self._stopped(requests)
         return few if self._probes(requests, few) else 0
 
-    def _grow(self, *, all_new: bool) -> None:
-        """Requests that are all new now, or grown since they were: others of that age say what to expect. Not while
-        grown ones are drafted for, whose own drafts say it."""
-        if all_new and not self._all_new:
-            self._young, self._new_at, self._began_at = True, self._steps, self._rounds
+    def _grow(self, *, young: bool) -> None:
+        """Of requests that are all new now, or grown since they were, others of that age say what to expect. Not while
+        grown ones are drafted for: their own drafts say it."""
+        if young == self._young:
+            return
+        self._young = young
+        if young:
+            self._unprobed, self._began_at = True, self._rounds
+        if young or not self._on:
             self._expect_others()
-        elif self._young and self._steps - self._new_at >= GROWN:
-            self._young = False
-            if not self._on:
-                self._expect_others()
-        self._all_new = all_new
 
     def _finds_out(self) -> bool:
         """Whether too little is known: of any drafts, or of those of grown requests where young ones do not pay."""
@@ -159,8 +153,8 @@ class ConfidenceSchedule:
         return not self._on and not self._young and self._memory.count(young=False) < ENOUGH
 
     def _probes(self, requests: int, few: int) -> bool:
-        """Whether to find out now: after a while, or where all requests are new, have grown and may be worth it, as far
-        as the share goes."""
+        """Whether to find out now, as far as the share goes: after a while, or where requests that were all new have
+        grown and may be worth it."""
         due = PROBE_SHARE * (self._clock - self._probed)
         if due < self._probe_seconds:
             return False
@@ -168,7 +162,7 @@ class ConfidenceSchedule:
         rarer: int = 2 ** min(self._in_vain, MOST_HALVINGS)
         if self._idle_steps >= rarer * self._settings.probe_steps and due >= rarer * seconds:
             self._in_vain += 1
-        elif not self._all_new or self._young or due < seconds or not self._may_pay(requests):
+        elif self._young or not self._unprobed or due < seconds or not self._may_pay(requests):
             return False
         self._idle_steps, self._probed = 0, self._clock
         return True
@@ -197,7 +191,6 @@ class ConfidenceSchedule:
         self._clock += cost.target_seconds + cost.draft_seconds
         if cost.steps > 1:
             self._clock += (cost.steps - 1) * float(self.costs(np.array([cost.requests]))[0])
-        self._steps += cost.steps
         self._idle_steps += cost.steps
         verifying = 0.0
         if cost.decode and cost.rows > cost.requests:
@@ -215,7 +208,7 @@ class ConfidenceSchedule:
             self._learn(cost.chances)
 
     def _began(self) -> None:
-        self._on, self._by_probe, self._learned_on, self._spent_on = True, not self._all_new, 0, 0.0
+        self._on, self._by_probe, self._learned_on, self._spent_on = True, self._others == 0, 0, 0.0
 
     def _stopped(self, requests: int) -> None:
         """A last request or two may be drafted for at the end of every batch: that makes probes no more promising."""
@@ -242,6 +235,7 @@ class ConfidenceSchedule:
         """``[R, n]`` survival of new drafts."""
         made = list(usable(chances, np.full(len(chances), chances.shape[1])))
         self._memory.add(made, young=self._young)
+        self._unprobed &= self._young
         self._seen.extend(made)
         if len(self._seen) - self._others >= (ENOUGH if self._on else PROBED):
             for _ in range(self._others):
