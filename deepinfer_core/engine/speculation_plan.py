@@ -153,7 +153,7 @@ class DraftPlanner:
         if room.any() and self.schedule is not None:
             blocks = self.cache.free_blocks // self.cache.blocks_for(int(tops.max()))  # as long as the longest now
             to_come = min(waiting, table.num_free, blocks) + int((samples == 0).sum())
-            sampled = table.length[slots[room]] - table.prompt_len[slots[room]]
+            sampled = (table.length - table.slack - table.prompt_len)[slots[room]]
             fresh = int((sampled < FRESH_TOKENS).sum())
             wanted = self.schedule.drafts(int(room.sum()) + to_come, fresh + to_come)
             room = self._chosen(room, slots, wanted)
