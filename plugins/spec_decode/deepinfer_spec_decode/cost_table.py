@@ -190,6 +190,7 @@ class StepCosts:
         self._since_fit = 0
         self._drafts: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
+        self._seen_rows: set[int] = set()
         self._seen_drafting: set[int] = set()
         self._drafted_before = False
         self._depth = 1
@@ -251,9 +252,13 @@ class StepCosts:
         return self._slope
 
     def observe(self, cost: VerifyCost) -> None:
-        """Learn from a step. Steps with prompt rows tell nothing about rows that decode."""
+        """Learn from a step. Steps with prompt rows tell nothing about rows that decode; the first one of so many rows
+        also builds what later ones find built."""
         self._learn_drafting(cost)
         if not cost.decode or cost.rows == 0:
+            return
+        if cost.rows not in self._seen_rows:
+            self._seen_rows.add(cost.rows)
             return
         rows, plain = self._as_measured(cost.requests, cost.rows)
         self._steps.append((rows, plain, self._believed(cost)))

@@ -46,7 +46,11 @@ more drafts are needed to stop."""
 YOUNG = 16
 """Rounds of drafting in which requests that were all new are believed to do better yet."""
 CLEARLY = 0.9
-"""For so long drafting ends only below this ratio, if what is known of grown text pays or is of as few rounds."""
+"""For so long drafting ends only below this ratio, drafts of others counted in, if what is known of grown text pays or
+is of as few rounds."""
+LITTLE = 64
+"""Drafts of grown text. As long as fewer are known, they are made unless they promise less than :data:`HOPELESS`:
+little is lost by that, and once, and their mean does not yet tell how a text goes on."""
 SHORT = 4
 """Steps that drafted for all requests: where drafting stops sooner, beginning was an error of few drafts, and what it
 took counts as a probe's."""
@@ -252,8 +256,13 @@ class ConfidenceSchedule:
         asked = (requests, self._count // ASKED_EACH if self._on else self._count)
         if self._asked != asked:
             self._asked = asked
-            least = CLEARLY if self._on and self._begins(requests) else 1.0
-            self._answer = self._gain(self._seen, requests) > least
+            seen, least = list(self._seen), 1.0
+            if not self._young and self._memory.count(young=False) < LITTLE:
+                least = HOPELESS
+            elif self._on and self._begins(requests):
+                least = CLEARLY
+                seen += self._memory.typical(ENOUGH, young=self._young)
+            self._answer = self._gain(seen, requests) > least
         return self._answer
 
     def _begins(self, requests: int) -> bool:
