@@ -65,7 +65,8 @@ class ConfidenceSchedule:
     there are now, against the cost of verifying and of drafting. Where all requests are new, and again where they have
     grown, what was drafted for others of that age over a longer time says what to expect, until there are drafts of
     their own. Before anything is known, and now and then while drafting does not pay, a few requests are drafted for to
-    find out: once or twice at first, where the answer is clear.
+    find out: once or twice at first, where the answer is clear. Until enough is known of how texts go on, drafts are
+    made unless they promise far too little.
     """
 
     def __init__(self, settings: Settings) -> None:
