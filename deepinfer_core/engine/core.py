@@ -15,6 +15,7 @@ from deepinfer_core.api import InvalidRequestError
 
 from .commit import Committed, Committer
 from .constraint import Constraints
+from .failed_memory import release_memory
 from .host_result import HostResult
 from .launched_step import LaunchedStep
 from .outputs import FinishReason, RequestError
@@ -248,6 +249,7 @@ class EngineCore:
     def _step_failed(self, step: LaunchedStep, error: BaseException) -> Committed:
         self.observer.step_failed()
         if self.runner.device.is_out_of_memory(error):
+            release_memory(error)
             if self.planner.back_off():
                 log.warning("out of memory: the step is tried again with fewer tokens", tokens=step.plan.num_tokens)
                 lost = [step, *self._launched]
@@ -275,3 +277,4 @@ def _wait_quietly(step: LaunchedStep) -> None:
         step.event.wait()
     except Exception as error:
         log.debug("the step failed", step=step.plan.number, error=str(error))
+        release_memory(error)
