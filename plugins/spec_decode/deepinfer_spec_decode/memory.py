@@ -20,12 +20,10 @@ class DraftMemory:
     def __init__(self) -> None:
         self._young: deque[Array] = deque(maxlen=REMEMBERED)
         self._grown: deque[Array] = deque(maxlen=REMEMBERED)
-        self.version = 0
 
     def add(self, chances: Sequence[Array], *, young: bool) -> None:
         """Drafts of one step."""
         (self._young if young else self._grown).extend(chances)
-        self.version += 1
 
     def count(self, *, young: bool) -> int:
         """Drafts remembered of this kind."""

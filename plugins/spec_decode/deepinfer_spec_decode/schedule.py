@@ -41,8 +41,8 @@ PROBED = 2
 PROBE_SHARE = 0.005
 """Of the time, at most, is spent on probes, those of new requests and what they absorb included."""
 HOPELESS = 0.8
-"""Where all drafts made lately promise less than this ratio, new requests are no reason to find out, and at first no
-more drafts are needed to stop."""
+"""Where what is remembered of grown requests promises less than this ratio, new ones are no reason to find out, and at
+first no more drafts are needed to stop."""
 YOUNG = 16
 """Rounds of drafting in which requests that were all new are believed to do better yet."""
 CLEARLY = 0.9
@@ -73,7 +73,7 @@ class ConfidenceSchedule:
         self._settings = settings
         self._seen: deque[Array] = deque()
         self._memory = DraftMemory()
-        self._others = 0  # of those seen, how many stand for new requests
+        self._others = 0  # of those seen, how many are of other requests and stand for these
         self._young = False  # all requests are at the beginning of their text
         self._unprobed = False  # they were, and nothing is known of what follows
         self._count = 0
@@ -178,7 +178,7 @@ class ConfidenceSchedule:
 
     def _promise(self, requests: int) -> float:
         """The ratio of tokens a second that what is remembered of grown requests promises so many."""
-        asked = (requests, self._memory.version)
+        asked = (requests, self._count)
         if self._promised is None or self._promised[0] != asked:
             self._promised = asked, self._gain(self._memory.of(young=False), requests)
         return self._promised[1]
