@@ -11,6 +11,7 @@ import torch
 
 from deepinfer_core.api import DraftSchedule, Model, ModelBatch
 
+from .failed_memory import release_memory
 from .planner import Planner
 from .runner import Runner
 from .speculation import DeviceSpeculator, Speculator
@@ -145,6 +146,7 @@ class StepProbe:
         except Exception as error:
             if not runner.device.is_out_of_memory(error):
                 raise
+            release_memory(error)
             raise MemoryError(f"a step of {rows} rows") from error
 
 
