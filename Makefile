@@ -30,9 +30,12 @@ demo: setup ## answer a question with a real model on this machine's processor
 		--prompt "def read_config(path):"
 
 # A process for each core, of one thread: tests/conftest.py sees to torch, the variable to libraries loaded before it.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
+# All that tests draw follows from SEED: a failure comes again. SEED=$$RANDOM draws anew.
+SEED ?= 1
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal \
+	--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)
 
-test: setup ## the tests, without the slow ones
+test: setup ## the tests, without the slow ones; SEED=number draws other inputs
 	@$(PYTEST) -m "not slow"
 
 test-full: setup ## all tests, and the conformance reports of the core's own backends

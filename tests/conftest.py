@@ -15,16 +15,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import structlog
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Read when Triton is imported, which torch may do at any time: kernels then run in its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from toys import seeds
 from toys.checkpoints import ToyLLM, open_toy, write_toy
 
 from deepinfer_core import LLM
 
+# Time decides nothing here: machines are loaded, and the first example of a test may build a model.
+settings.register_profile("deepinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("deepinfer")
+
 CHECKPOINT_KEYS = ("tokenizer", "groups", "max_len", "vocab_size", "logits", "script", "count_mod", "eos_token_id")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    seeds.take(config)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import attrs
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from deepinfer_ascend950.capabilities import NATIVE, providers
+from toys.seeds import module_seed
 
 from ascend950.emulation import install, schemas
 from deepinfer_core.api import (
@@ -29,7 +29,7 @@ from deepinfer_core.api import (
 )
 from deepinfer_core.reference import plugin as reference
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
 """Spacing of the dtype at 1; of float32 a sum of 32 products, each off by 2^-24. The oracle rounds nothing."""
 DTYPES = ("float16", "bfloat16", "float32")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from toys.engine_suite import run_engine_tests
+from toys.seeds import module_seed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from v4.support import random_model, random_tokens
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
 from deepinfer_core.api import DeviceError, EnginePlan
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 OUT = 6
 PROMPTS = [[(7 * i + n) % 90 for i in range(n)] for n in (1, 5, 127, 130)]
 BLOCK = 128

@@ -38,7 +38,7 @@ def shape(dtype: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(inner=st.integers(1, 70), out=st.integers(1, 70), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_gemm(dtype: str, inner: int, out: int, rows: int, seed: int) -> None:
     kind = getattr(torch, dtype)
@@ -54,7 +54,7 @@ def test_gemm(dtype: str, inner: int, out: int, rows: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(groups=st.integers(1, 4), inner=st.integers(1, 50), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_gemm_of_several_weights(dtype: str, groups: int, inner: int, rows: int, seed: int) -> None:
     kind = getattr(torch, dtype)
@@ -65,7 +65,7 @@ def test_gemm_of_several_weights(dtype: str, groups: int, inner: int, rows: int,
     check_company(lambda picked: op.run(x[picked], weight), rows, seed)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(groups=st.integers(1, 6), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_gemm_of_experts_whose_weights_are_packed(groups: int, rows: int, seed: int) -> None:
     """FP4 weights, which the reference decodes."""
@@ -163,7 +163,7 @@ BY_TILES = [case for case, name in pointwise.CASES.items() if name != "quantise_
 
 
 @pytest.mark.parametrize("case", BY_TILES, ids=[case.__name__ for case in BY_TILES])
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(width=st.integers(1, 70), rows=st.integers(0, 70), seed=st.integers(0, 99))
 def test_pointwise(case: Any, width: int, rows: int, seed: int) -> None:
     request, run = case(width, rows)
@@ -175,7 +175,7 @@ def test_pointwise(case: Any, width: int, rows: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in attention.CASES if not name.startswith("transposed")])
-@settings(deadline=None, max_examples=3)
+@settings(max_examples=3)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_attention(name: str, lengths: list[int], seed: int) -> None:
     (request, over), provider = attention.CASES[name]

@@ -222,7 +222,7 @@ def check(op: Any, over: Callable[[Requests], Run], lengths: Sequence[int], seed
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_rows_alone_and_together(name: str, lengths: list[int], seed: int) -> None:
     (request, over), provider = CASES[name]

@@ -41,7 +41,7 @@ def test_a_later_row_that_is_not_finite_moves_no_earlier_one(rows: int, window: 
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=7))
 def test_decode_rows_read_values_in_place_or_gathered(lengths: list[int], window: int | None) -> None:
     request, over = paged(window=window)
@@ -54,7 +54,7 @@ def test_decode_rows_read_values_in_place_or_gathered(lengths: list[int], window
     assert same_bits(run(op, layout, rows), in_place)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data(), window=st.sampled_from(WINDOWS))
 def test_every_row_is_in_one_tile(data: st.DataObject, window: int | None) -> None:
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6))

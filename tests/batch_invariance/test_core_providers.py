@@ -113,7 +113,7 @@ CHECKS: dict[str, Check] = {
 
 
 @pytest.mark.parametrize("label", CHECKS)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(rows=st.integers(1, MOST_ROWS), seed=st.integers(0, 99))
 def test_a_row_has_the_same_bits_in_any_company(label: str, rows: int, seed: int) -> None:
     CHECKS[label](label, rows, seed)

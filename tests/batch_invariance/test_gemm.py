@@ -26,14 +26,14 @@ def linear_case(inner: int, out: int, rows: int, bias: bool, threads: int = 1) -
     return op, weight, normal(rows, inner, seed=3)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(inner=sizes, out=sizes, rows=st.integers(0, MOST_ROWS), bias=st.booleans(), seed=st.integers(0, 99))
 def test_rows_alone_and_together(inner: int, out: int, rows: int, bias: bool, seed: int) -> None:
     op, weight, x = linear_case(inner, out, rows, bias)
     check_company(lambda picked: op.run(x[picked], weight), rows, seed)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(groups=st.integers(1, 5), inner=sizes, out=sizes, rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_rows_alone_and_together_through_several_weights(
     groups: int, inner: int, out: int, rows: int, seed: int
@@ -48,7 +48,7 @@ def test_rows_alone_and_together_through_several_weights(
     assert torch.allclose(op.run(x, weight), exact.run(x, exact.prepare(parts)), rtol=1e-4, atol=1e-4)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(groups=st.integers(1, 5), inner=sizes, out=sizes, rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_rows_alone_and_together_each_with_its_expert(groups: int, inner: int, out: int, rows: int, seed: int) -> None:
     shape: dict[str, Any] = {"groups": groups, "in_features": inner, "out_features": out, "demands": DEMANDS, **FLOAT32}

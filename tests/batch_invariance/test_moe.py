@@ -24,7 +24,7 @@ def route(scoring: Scoring, experts: int, top_k: int, **changes: Any) -> RouteRe
 
 @pytest.mark.parametrize("provider", ROUTES)
 @pytest.mark.parametrize("scoring", SCORINGS)
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(experts=st.integers(1, 70), top_k=st.integers(1, 9), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_rows_alone_and_together(
     provider: str, scoring: Scoring, experts: int, top_k: int, rows: int, seed: int
@@ -34,7 +34,7 @@ def test_rows_alone_and_together(
     check_company(lambda picked: op.run(logits[picked], bias), rows, seed)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     experts=st.integers(1, 40),
     top_k=st.integers(1, 9),

@@ -132,7 +132,7 @@ cases = pytest.mark.parametrize("case", list(CASES), ids=names)
 
 
 @cases
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(width=st.integers(1, 150), rows=st.integers(0, MOST_ROWS), seed=st.integers(0, 99))
 def test_rows_alone_and_together(case: Any, width: int, rows: int, seed: int) -> None:
     request, run = case(width, rows)

@@ -19,7 +19,7 @@ def request_of(name: str) -> SamplingRequest:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(rows=st.integers(1, 60), seed=st.integers(0, 99))
 def test_rows_alone_and_together(name: str, rows: int, seed: int) -> None:
     check_stage(operator(request_of(name), f"batch_invariance:{name}_by_row"), name, rows, seed)

@@ -22,7 +22,7 @@ PROVIDER = "batch_invariance:paged_transposed"
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(data=st.data(), lengths=st.lists(st.integers(1, 700), min_size=1, max_size=7))
 def test_rows_read_the_cache_in_place_or_gathered(data: st.DataObject, lengths: list[int], window: int | None) -> None:
     """Decode rows, drafts, and a prompt's last rows beside them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -60,8 +61,7 @@ def test_experts_move_between_two_steps(pair: Ranks) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_sums_have_the_bits_of_one_process(pair: Ranks, dtype: str) -> None:
     """Fresh rows and another split of the tokens each run, against the exchange inside one process."""
-    draw = torch.Generator()
-    draw.seed()
+    draw = torch.Generator().manual_seed(random.getrandbits(31))
     experts, top_k, hidden = SIZED
     cut = int(torch.randint(0, 21, (1,), generator=draw))
     ((x, ids, weights),) = drawn_rows(draw, [20], dtype, SIZED)

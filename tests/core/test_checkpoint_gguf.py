@@ -263,7 +263,7 @@ def test_truncated_file(tmp_path: Path, llama: torch.nn.Module, kept: int) -> No
         open_checkpoint(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
 def test_a_damaged_header_never_escapes_as_another_error(
     tmp_path: Path, llama: torch.nn.Module, position: float, value: int

@@ -51,7 +51,7 @@ def random_words(rows: int, width: int, seed: int, share: float) -> torch.Tensor
     return (open_bits.to(torch.int64) << torch.arange(32)).sum(dim=2).to(torch.int32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     width=st.sampled_from(WIDTHS),
     rows=st.integers(0, 5),
@@ -97,7 +97,7 @@ row_strategy = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(rows=st.lists(row_strategy, min_size=1, max_size=5), limit=st.integers(0, 70), seed=st.integers(0, 10**6))
 def test_all_rules_together(rows: list[dict[str, Any]], limit: int, seed: int) -> None:
     check(with_odd_values(len(rows), 70, seed), batch(rows, 70, token_limit=limit))

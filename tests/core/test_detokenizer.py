@@ -144,7 +144,7 @@ def built(kind: str) -> Tokenizer:
 
 @pytest.mark.parametrize("kind", [*BUILDERS, "smollm"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_joined_deltas_are_the_decoded_text(kind: str, data: st.DataObject) -> None:
     tokenizer = built(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=25))
@@ -160,7 +160,7 @@ def test_joined_deltas_are_the_decoded_text(kind: str, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("kind", [*BUILDERS, "smollm"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_deltas_of_valid_text_never_hold_a_replacement(kind: str, data: st.DataObject) -> None:
     tokenizer = built(kind)
     text = data.draw(st.text(st.sampled_from("ab th. é木🍎\nthe"), max_size=20))
@@ -352,7 +352,7 @@ def test_a_special_token_below_min_tokens_stays_hidden(words: Tokenizer) -> None
     ids=st.lists(st.integers(0, len(STOP_TOKENS) - 1), max_size=14),
     stop=st.lists(st.text("abcxEND", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_kept_tokens_are_the_fewest_that_hold_the_match(ids: Sequence[int], stop: list[str]) -> None:
     tokenizer = wrapped(byte_level_of(STOP_TOKENS))
     detokenizer = stopping(tokenizer, *stop, include=True)

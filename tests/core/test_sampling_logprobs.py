@@ -40,7 +40,7 @@ tied_rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tied_rows, st.integers(0, 6), st.integers(0, 5))
 def test_order_and_rank_equal_a_sort(rows: list[list[float]], k: int, chosen: int) -> None:
     result = logprobs(torch.tensor(rows), [chosen] * len(rows), k)

@@ -140,7 +140,7 @@ row_strategy = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(row_strategy, min_size=1, max_size=4), st.integers(1, V))
 def test_all_rules_together_equal_plain_python(rows: list[dict[str, Any]], limit: int) -> None:
     assert survivors(rows, token_limit=limit) == [allowed_ids(row, limit) for row in rows]

@@ -107,7 +107,7 @@ penalty_row = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(spread, penalty_row), min_size=1, max_size=4))
 def test_penalties_equal_plain_float32_python(pairs: list[tuple[list[float], dict[str, Any]]]) -> None:
     result = run("penalties", [logits for logits, _ in pairs], [row for _, row in pairs])
@@ -129,7 +129,7 @@ def test_temperature_keeps_masked_tokens_masked() -> None:
     assert run("temperature", [[0.0, -INF]], [{"temperature": 2.0}]).tolist() == [[0.0, -INF]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(spread, st.floats(2**-13, 100, width=32)), min_size=1, max_size=4))
 def test_temperature_gives_the_softmax_of_the_quotient(pairs: list[tuple[list[float], float]]) -> None:
     result = run("temperature", [logits for logits, _ in pairs], [{"temperature": t} for _, t in pairs])
@@ -148,7 +148,7 @@ def test_min_p_one_keeps_only_the_best() -> None:
     assert kept(run("min_p", [[2.0, 1.9999999, 2.0, 1.0]], [{"min_p": 1.0}])) == [[0, 2]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(spread, st.floats(0, 1, width=32)), min_size=1, max_size=4))
 def test_min_p_equals_plain_python(pairs: list[tuple[list[float], float]]) -> None:
     result = kept(run("min_p", [logits for logits, _ in pairs], [{"min_p": p} for _, p in pairs]))
@@ -173,7 +173,7 @@ def test_top_k_takes_both_zeros_for_equal() -> None:
     assert kept(run("top_k", [[-0.0, 0.0, 0.0]], [{"top_k": 1}])) == [[0]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(tied, st.integers(-1, V + 2)), min_size=1, max_size=5))
 def test_top_k_equals_plain_python(pairs: list[tuple[list[float], int]]) -> None:
     result = run("top_k", [logits for logits, _ in pairs], [{"top_k": k} for _, k in pairs])
@@ -224,7 +224,7 @@ def test_top_p_among_thousands_of_equals_is_right_to_the_last_of_them(top_p: flo
     assert mass[count - 1] > top_p - 2e-7
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.one_of(spread, tied), st.floats(2**-7, 1, width=32)), min_size=1, max_size=4))
 def test_top_p_equals_plain_python(pairs: list[tuple[list[float], float]]) -> None:
     result = kept(run("top_p", [logits for logits, _ in pairs], [{"top_p": p} for _, p in pairs]))

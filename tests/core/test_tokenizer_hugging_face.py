@@ -76,7 +76,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_ids_decode_as_transformers_does(pair: tuple[Tokenizer, Any], data: st.DataObject) -> None:
     ours, theirs = pair
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=20))
@@ -85,7 +85,7 @@ def test_random_ids_decode_as_transformers_does(pair: tuple[Tokenizer, Any], dat
 
 
 @given(ids=st.lists(st.integers(0, 300), max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_byte_tokens_decode_as_utf8(ids: list[int]) -> None:
     """The library replaces every byte of an invalid run; only the invalid ones are replaced here."""
     backend = byte_fallback()
@@ -99,7 +99,7 @@ def test_random_byte_tokens_decode_as_utf8(ids: list[int]) -> None:
 
 
 @given(text=st.text(max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_valid_byte_tokens_decode_as_the_library_does(text: str) -> None:
     backend = byte_fallback()
     tokenizer = wrapped(backend)

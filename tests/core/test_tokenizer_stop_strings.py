@@ -28,7 +28,7 @@ def leftmost_longest(text: str, stop: list[str]) -> re.Match[str] | None:
 
 
 @given(pieces=pieces_of_text, stop=stop_strings, include=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_result_depends_on_the_text_alone(pieces: list[str], stop: list[str], include: bool) -> None:
     matcher, text = run(pieces, stop, include=include)
     whole = "".join(pieces)
@@ -43,7 +43,7 @@ def test_the_result_depends_on_the_text_alone(pieces: list[str], stop: list[str]
 
 
 @given(pieces=pieces_of_text, stop=stop_strings, first_token=st.integers(0, 8))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_occurrences_completed_too_early_do_not_count(pieces: list[str], stop: list[str], first_token: int) -> None:
     matcher, _ = run(pieces, stop, first_token=first_token)
     whole = "".join(pieces)
@@ -58,7 +58,7 @@ def test_occurrences_completed_too_early_do_not_count(pieces: list[str], stop: l
 
 
 @given(pieces=pieces_of_text, stop=stop_strings)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_more_is_held_back_than_may_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
     matcher = StopMatcher(stop, include_stop=False, first_token=0)
     given_out = fed = ""

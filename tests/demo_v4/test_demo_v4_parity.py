@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 from deepinfer_demo_v4 import CHECKPOINT
 from deepinfer_demo_v4.recipe import checkpoint
 from deepinfer_demo_v4.recipe.shape import Shape
+from toys.seeds import module_seed
 from v4.support import TOLERANCE, Oracle, Stepper, assert_same, chunk_ends, plan_of
 
 from deepinfer_core import LLM, SamplingParams
 
 from .support import LENGTH, SMALL, answer, random_weights, text_tokens, trained, write
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 BLOCK = {"kv_cache.block_size": 32, "model.dtype": "float32"}
 HCA_RATE = 32
 

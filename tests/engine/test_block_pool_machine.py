@@ -96,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_pool_needs_a_block_besides_the_null_block() -> None:

@@ -162,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 # ---- soak

@@ -161,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestCacheMachine.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def test_shared_blocks_that_nobody_owns_count_as_taken() -> None:

@@ -97,7 +97,7 @@ class LateDraftsMachine(EngineMachine):
 
 
 TestLateDraftsMachine = LateDraftsMachine.TestCase
-TestLateDraftsMachine.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+TestLateDraftsMachine.settings = settings(max_examples=50, stateful_step_count=20)
 
 
 def test_drafts_were_accepted_and_ran_ahead() -> None:

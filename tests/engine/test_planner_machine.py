@@ -245,4 +245,4 @@ def test_tenants_that_left_are_forgotten_and_the_others_keep_their_requests(toy_
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPlannerMachine.settings = settings(max_examples=60, stateful_step_count=40)

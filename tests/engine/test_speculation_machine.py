@@ -117,4 +117,4 @@ class SpeculationMachine(EngineMachine):
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+TestSpeculationMachine.settings = settings(max_examples=50, stateful_step_count=20)

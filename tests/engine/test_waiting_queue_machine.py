@@ -118,4 +118,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestQueueMachine.settings = settings(max_examples=25, stateful_step_count=20)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from toys.seeds import module_seed
 from v4.support import random_model, random_tokens
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator on this machine"),
 ]
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 SETTINGS: dict[str, Any] = {
     "plugins.paths": ["toys.any_device"],
     "kv_cache.num_blocks": 65,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
+from toys.seeds import module_seed
 from v4.support import BLOCK, TOLERANCE, greedy, oracle, random_model, random_tokens
 
 from deepinfer_core import LLM, SamplingParams
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 OUT = 12
 PROMPTS = (5, 13, 22, 31, 48, 16)
 

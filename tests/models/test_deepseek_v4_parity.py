@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from toys.seeds import module_seed
 from v4.support import (
     HCA_RATE,
     TOLERANCE,
@@ -22,7 +22,7 @@ from v4.support import (
     random_tokens,
 )
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 LENGTH = 61
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_v4"
 checked = {"positions": 0, "near_ties": 0}

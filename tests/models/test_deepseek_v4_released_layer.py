@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import shutil
 import time
 from pathlib import Path
@@ -50,7 +50,7 @@ BLOCKS: dict[str, Any] = {"kv_cache.block_size": 128}
 
 def random_bytes(*shape: int) -> torch.Tensor:
     count = int(torch.tensor(shape).prod())
-    return torch.frombuffer(bytearray(os.urandom(count)), dtype=torch.uint8).view(*shape)
+    return torch.frombuffer(bytearray(random.randbytes(count)), dtype=torch.uint8).view(*shape)
 
 
 def scales(rows: int, columns: int, middle: int) -> torch.Tensor:

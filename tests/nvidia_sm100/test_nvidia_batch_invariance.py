@@ -7,7 +7,6 @@ close as float32 is, the rest is compared bit by bit there too.
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from test_nvidia_attention import attend
 from test_nvidia_attention import request as attention_request
 from test_nvidia_fused import inputs_request
 from test_reference_attention import Scene
+from toys.seeds import module_seed
 
 from deepinfer_core.api import (
     AppendTokensRequest,
@@ -37,7 +37,7 @@ from deepinfer_core.api import (
     WriteKVRequest,
 )
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 CAP = frozenset({"batch_invariant"})
 ROWS = 257
 Run = Callable[[Sequence[int]], Sequence[torch.Tensor]]

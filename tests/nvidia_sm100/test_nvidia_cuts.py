@@ -6,7 +6,6 @@ Rows are wide enough for lists of candidates, and some defeat them: all equal, a
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,12 @@ import pytest
 import torch
 from gpu_support import ON_GPU, here, operator
 from reference_support import batch
+from toys.seeds import module_seed
 
 from deepinfer_core.api import SamplingRequest
 
 INF = float("inf")
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 VOCAB = 129280 if ON_GPU else 9001
 Row = Callable[[random.Random, torch.Generator, int], torch.Tensor]
 

@@ -5,18 +5,18 @@ On the GPU the device, its graphs and its streams are the real ones.
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_support import ON_GPU
+from toys.seeds import module_seed
 from v4.support import random_model, random_tokens
 
 from deepinfer_core import LLM, RequestOutput, SamplingParams
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 BACKEND = "nvidia_sm100" if ON_GPU else "interpreted"
 PLUGIN = "deepinfer_nvidia_sm100.plugin" if ON_GPU else "interpreted_gpu"
 PROMPTS = [random_tokens(SEED + n, n) for n in ((3, 16, 33, 50, 1, 129) if ON_GPU else (3, 16, 9))]

@@ -6,7 +6,6 @@ On a GPU bit by bit; in the interpreter, whose products are the host's BLAS, as 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from deepinfer_nvidia_sm100.ops.fixed_many import ManyTile, launch_many
 from deepinfer_nvidia_sm100.settings import Settings
 from deepinfer_nvidia_sm100.tuning import save
 from gpu_support import DEVICE, DTYPES, ON_GPU, close, context, here, same_bits
+from toys.seeds import module_seed
 
 from deepinfer_core.api import ConfigError, LinearRequest
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 SHAPES = [(2560, 9728), (6144, 2560), (1000, 776)] if ON_GPU else [(200, 776), (70, 1536)]
 ROWS = 300 if ON_GPU else 70
 

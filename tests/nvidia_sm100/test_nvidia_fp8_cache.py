@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_rows_are_written_as_the_reference_writes_them(dtype: str) -> None:
     wanted = WriteKVRequest(
         cache_group="full", kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, cache_dtype="float8_e4m3fn", block_size=BLOCK
     )
-    draw = torch.Generator().manual_seed(torch.seed() % 2**31)
+    draw = torch.Generator().manual_seed(random.getrandbits(31))
     scale = 10.0 ** torch.linspace(-5, 4, 10)[:, None, None]
     key, value = ((torch.randn(10, KV_HEADS, DIM, generator=draw) * scale).to(kind) for _ in range(2))
     key[0, 0, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")]).to(kind)

@@ -15,13 +15,14 @@ from deepinfer_nvidia_sm100.ops.quantise_rows import quantise_rows
 from deepinfer_nvidia_sm100.ops.widen_weight import widen
 from gpu_support import DEVICE, DTYPES, ON_GPU, eligible, here, operator, same_bits
 from reference_support import operator as reference
+from toys.seeds import module_seed
 
 from deepinfer_core.api import LinearRequest, QuantiseDequantiseRequest, QuantisedWeight
 
 ROUNDED = "fp8:e4m3:128"
 ROWS = (0, 1, 2, 17, 65, 130)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
-SEED = torch.seed() % 2**31
+SEED = module_seed(__name__)
 
 
 def request(out: int, inner: int, dtype: str, activations: str = "", **changes: Any) -> LinearRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_closure_that_raised_has_ended(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(not ON_GPU, reason="a stream that is behind the host needs a GPU")
 def test_values_are_there_on_the_gpu() -> None:
     cuda = opened()
-    numbers = np.random.default_rng().integers(1, 1000, 64)
+    numbers = np.random.default_rng(random.getrandbits(63)).integers(1, 1000, 64)
 
     def closure() -> Any:
         held = cuda.upload(np.zeros(64, np.int64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from gpu_support import ON_GPU, here, operator
 from reference_support import batch
 from reference_support import operator as reference
 from test_nvidia_cuts import ROWS
+from toys.seeds import module_seed
 
 from deepinfer_core.api import SampleTokensRequest, SamplingRequest
 
-SEED = secrets.randbits(31)
+SEED = module_seed(__name__)
 VOCAB = 129280 if ON_GPU else 9001
 STAGES = frozenset({"temperature", "top_k", "top_p"})
 

@@ -39,7 +39,7 @@ def truth(simulated: Any) -> list[int]:
     loads=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 12), st.integers(1, 9)), min_size=3, max_size=30),
     steps=st.integers(1, 60),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_it_catches_up_where_nothing_is_evicted(loads: list[tuple[int, int, int]], steps: int) -> None:
     simulated = engine()
     for number, load in enumerate(loads):

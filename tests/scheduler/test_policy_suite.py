@@ -40,7 +40,7 @@ def test_broken_policies_are_caught_and_nothing_else_is_said_of_them(policy: typ
     rounds=st.integers(1, 3),
     name=st.sampled_from(POLICIES),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_view_gets_a_right_answer(
     seed: int, waiting: int, running: int, now: float, rounds: int, name: str
 ) -> None:

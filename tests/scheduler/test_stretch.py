@@ -75,7 +75,7 @@ def loads(draw: st.DrawFn) -> list[SimulatedRequest]:
     running=st.integers(2, 8),
     cached=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_to_stepwise(
     requests: list[SimulatedRequest], blocks: int, budget: int, running: int, cached: bool
 ) -> None:

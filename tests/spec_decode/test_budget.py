@@ -100,7 +100,7 @@ def brute(chances: Array, caps: Array, rows: int, costs: Any) -> float:
 tables = st.lists(st.floats(0.5, 4.0), min_size=12, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 10**6), costs=tables)
 def test_budget_and_allocation_by_brute_force(seed: int, costs: list[float]) -> None:
     rng = np.random.default_rng(seed)
@@ -119,7 +119,7 @@ def test_budget_and_allocation_by_brute_force(seed: int, costs: list[float]) -> 
     assert (rows + gained) / cost(np.array([rows + total]))[0] == pytest.approx(brute(chances, caps, rows, cost))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 10**6), costs=tables)
 def test_early_stop_is_the_first_that_does_not_improve(seed: int, costs: list[float]) -> None:
     rng = np.random.default_rng(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ def test_biases_are_found_where_temperatures_do_not_help() -> None:
 
 def test_two_numbers_have_the_least_log_loss() -> None:
     """Against a general minimiser, position by position, of few drafts, where chance is large."""
-    records = drafts(800, int(np.random.default_rng().integers(9999)), SHIFTED)
+    records = drafts(800, random.randrange(9999), SHIFTED)
     found, product = fit(records, bias=True), np.ones(800)
     for k in range(3):
         before, logits, came = product, records.logits[:, k], records.accepted > k

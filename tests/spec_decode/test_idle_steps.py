@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -45,7 +47,7 @@ def step(rng: np.random.Generator, redirects: bool) -> IdleRows:
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("redirects", [0.0, 0.5])
 def test_rows_keep_what_is_theirs(count: int, redirects: float) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(63))
     steps = [step(rng, bool(rng.random() < redirects)) for _ in range(count)]
     whole = joined(steps, GROUPS)
     assert whole.token_ids is not None
@@ -70,6 +72,6 @@ def test_rows_keep_what_is_theirs(count: int, redirects: float) -> None:
 
 
 def test_without_the_tokens_of_every_step_there_are_none() -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(63))
     graph = IdleRows(inputs=step(rng, False).inputs, token_ids=None, taps=())
     assert joined([graph, graph], GROUPS).token_ids is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,7 @@ def margin(scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocab", [2, 63, 64, 100, 128, 4096])
 def test_the_distance_to_the_second_best(vocab: int) -> None:
-    generator = torch.Generator().manual_seed(int(np.random.default_rng().integers(2**31)))
+    generator = torch.Generator().manual_seed(random.getrandbits(31))
     scores = torch.randn(200, vocab, generator=generator) * 3
     scores[:50] = scores[:50].round()  # ties, within a group and across
     ranked = scores.sort(-1, descending=True).values
@@ -118,7 +119,7 @@ def test_true_weights_are_found() -> None:
 def test_weights_have_the_least_log_loss() -> None:
     """Against a general minimiser, of few drafts; that the second factor multiplies the first makes it no logistic
     regression."""
-    records = drafts(700, int(np.random.default_rng().integers(9999)))
+    records = drafts(700, random.randrange(9999))
     found = fit(records, bias=True, margin=True)
     first = records.chances(found, 0)
 

@@ -22,7 +22,7 @@ def searched(past: list[int], depth: int, longest: int, shortest: int) -> list[i
     return [-1] * depth
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**6), longest=st.integers(1, 5), depth=st.integers(1, 8))
 def test_drafts_are_what_followed_before(seed: int, longest: int, depth: int) -> None:
     rng = random.Random(seed)

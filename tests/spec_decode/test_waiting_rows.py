@@ -123,7 +123,7 @@ def test_what_a_draft_may_read_is_there(limit: int, least: int) -> None:
 
 def test_no_more_is_kept_than_may_be_read() -> None:
     """However long nobody drafts: a place is kept once, and blocks that nobody reads are forgotten."""
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(63))
     pool, waiting, absorbed, largest = Pool(rng), WaitingRows(10**9, least=8), 0, 0
     for _ in range(1000):
         step, batch, values, _ = pool.step("none")
@@ -138,7 +138,7 @@ def test_no_more_is_kept_than_may_be_read() -> None:
 @pytest.mark.parametrize("rows", [0, 5, 40])
 def test_what_is_kept_stays_within_the_limit(rows: int) -> None:
     """Of values, 16 bytes a row, but for those of one step; what is over it is absorbed. Nothing is lost."""
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(63))
     pool, waiting, given, absorbed = Pool(rng), WaitingRows(16 * rows), 0, 0
     for _ in range(300):
         step, batch, values, _ = pool.step("none")

@@ -164,7 +164,6 @@ def texts_of(pattern: str, least: int) -> tuple[str, ...]:
         max_examples=25,
         database=None,
         derandomize=True,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

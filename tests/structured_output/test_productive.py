@@ -114,7 +114,7 @@ def refused_rules(grammar: str) -> set[str]:
     return set()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bodies=st.lists(choices, min_size=len(NAMES), max_size=len(NAMES)))
 def test_rules_without_an_end_are_those_whose_shortest_text_is_infinite(bodies: list[list[list[Part]]]) -> None:
     lengths = dict.fromkeys(NAMES, float("inf"))

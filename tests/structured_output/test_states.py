@@ -55,7 +55,7 @@ WALKS = given(name=NAMES, picks=PICKS, data=st.data())
 
 
 @each_library
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @WALKS
 def test_rollback_undoes_accept(library: str, name: str, picks: list[int], data: st.DataObject) -> None:
     state = start(library, **GRAMMARS[name])
@@ -76,7 +76,7 @@ def test_rollback_undoes_accept(library: str, name: str, picks: list[int], data:
 
 
 @each_library
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @WALKS
 def test_masks_of_a_draft_path_are_those_of_single_steps(
     library: str, name: str, picks: list[int], data: st.DataObject
@@ -101,7 +101,7 @@ def test_masks_of_a_draft_path_are_those_of_single_steps(
 
 
 @each_library
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @WALKS
 def test_a_mask_opens_exactly_what_is_legal(library: str, name: str, picks: list[int], data: st.DataObject) -> None:
     """Unless tokens are forced: then one spelling of the forced text is open, and others would be legal."""
@@ -126,7 +126,7 @@ def test_a_mask_opens_exactly_what_is_legal(library: str, name: str, picks: list
 
 
 @each_library
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @WALKS
 def test_forced_tokens_are_each_the_only_one_open(
     library: str, name: str, picks: list[int], data: st.DataObject
@@ -141,7 +141,7 @@ def test_forced_tokens_are_each_the_only_one_open(
 
 
 @each_library
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(picks=st.lists(st.integers(0, 10**6), max_size=12), name=st.sampled_from(["regex", "ebnf", "choice", "json"]))
 def test_finished_means_that_only_the_end_is_open(library: str, picks: list[int], name: str) -> None:
     state = start(library, **GRAMMARS[name])

@@ -35,7 +35,7 @@ def test_failure_function_is_the_longest_border(pattern: list[int]) -> None:
 
 
 @each_library
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     trigger=st.lists(st.sampled_from([A, B]), min_size=1, max_size=4),
     text=st.lists(st.sampled_from([A, B, C]), max_size=14),
