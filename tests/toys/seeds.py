@@ -6,11 +6,11 @@ from zlib import crc32
 
 import pytest
 
-RUN: list[int] = []
+RUN = [0]  # as it is outside of a run: tests start scripts that import their modules
 
 
 def take(config: pytest.Config) -> None:
-    """The seed of this run, before a test module is imported; 0 where pytest-randomly is switched off."""
+    """The seed of this run, before a test module is imported; 0 without pytest-randomly."""
     RUN[:] = [int(config.getoption("randomly_seed", 0) or 0)]
 
 
