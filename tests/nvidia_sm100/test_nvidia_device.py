@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import attrs
 import pytest
 import torch
 from deepinfer_nvidia_sm100.device import CudaDevice
+from gpu_support import INFO
+
+from deepinfer_core.api import DeviceError
 
 
 @pytest.fixture
@@ -29,6 +33,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "Event": lambda: event,
         "Stream": lambda *_: stream,
         "current_stream": lambda *_: stream,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda _: (9, 0),
         "set_device": lambda _: None,
         "synchronize": lambda *_: said.append("all is done"),
         "graph_pool_handle": lambda: next(pools),
@@ -43,8 +50,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def opened() -> CudaDevice:
-    return CudaDevice(cast(Any, SimpleNamespace(type="cuda")))
+def opened(arch: str = INFO.arch) -> CudaDevice:
+    return CudaDevice(attrs.evolve(INFO, arch=arch, evidence="/dev/nvidia0"))
 
 
 def test_a_graph_is_recorded_after_a_run_and_all_share_one_pool(calls: list[str]) -> None:
@@ -112,3 +119,36 @@ def test_no_memory_for_what_is_read_back_is_told_as_such(calls: list[str], monke
         device.download(tensor)
     assert caught.value is full
     assert device.is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(("cuda", "built"), [(None, "without CUDA"), ("13.0", "for CUDA 13.0")])
+def test_a_torch_that_sees_no_gpu_is_the_reason(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, cuda: str | None, built: str
+) -> None:
+    """The probe looks at the driver alone: what is installed may be a torch for the host, or for a newer driver."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(DeviceError, match=rf"shows /dev/nvidia0, but torch .* built {built}, sees no GPU: install a"):
+        opened()
+
+
+@pytest.mark.parametrize(
+    ("visible", "kinds", "fix"),
+    [
+        (None, [(8, 6), (9, 0)], "sm_86: set CUDA_VISIBLE_DEVICES=1"),
+        ("4,2,7", [(8, 6), (8, 6), (9, 0)], "sm_86: set CUDA_VISIBLE_DEVICES=7"),
+        (None, [(8, 6)], "sm_86: check: nvidia-smi"),
+    ],
+)
+def test_a_first_gpu_of_another_kind_is_an_error(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, visible: str | None, kinds: list[tuple[int, int]], fix: str
+) -> None:
+    """Kernels are chosen for the kind that was found, and all work would run on the other."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: kinds[number])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA RTX A6000")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(DeviceError, match=rf"sm_90 was chosen, and the first .* NVIDIA RTX A6000, {fix}"):
+        opened()

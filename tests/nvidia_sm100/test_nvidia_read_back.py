@@ -6,11 +6,13 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from deepinfer_nvidia_sm100 import device
-from gpu_support import ON_GPU
+from deepinfer_nvidia_sm100.tables import architecture
+from gpu_support import DEVICE, INFO, ON_GPU
 
 
 class Streams:
@@ -28,13 +30,13 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: "work")
         monkeypatch.setattr(torch.cuda, "stream", lambda _: torch.inference_mode())
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+        monkeypatch.setattr(device, "check_first_device", lambda _: None)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
 
 
 def opened() -> device.CudaDevice:
-    info: Any = SimpleNamespace(type="cuda")
-    return device.CudaDevice(info)
+    return device.CudaDevice(attrs.evolve(INFO, arch=architecture(DEVICE)))
 
 
 def test_a_closure_waits_for_its_own_work_and_the_host_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,14 +104,39 @@ def check_kernel_cache(folder: Path) -> None:
         )
 
 
-class CudaDevice:
-    """The first device of the chosen kind. Built once, and only when this backend was chosen.
+def check_first_device(info: DeviceInfo) -> None:
+    """All work runs on the first device that torch sees, so that has to be one of the chosen kind.
 
     Raises:
-        DeviceError: compiled kernels cannot be kept.
+        DeviceError: torch sees none, or its first one is of another kind.
+    """
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise DeviceError(
+            f"{info.backend}: the driver shows {info.evidence}, but torch {torch.__version__}, which {built}, sees no "
+            "GPU: install a torch that is built for a CUDA this driver has, or choose accelerator='cpu'"
+        )
+    kinds = ["sm_{}{}".format(*torch.cuda.get_device_capability(number)) for number in range(torch.cuda.device_count())]
+    if kinds[0] != info.arch:
+        fix = "check: nvidia-smi"
+        if info.arch in kinds:
+            number, visible = kinds.index(info.arch), os.environ.get("CUDA_VISIBLE_DEVICES")
+            fix = f"set CUDA_VISIBLE_DEVICES={visible.split(',')[number] if visible else number}"
+        raise DeviceError(
+            f"{info.backend}: {info.arch} was chosen, and the first GPU that torch sees is "
+            f"{torch.cuda.get_device_name(0)}, {kinds[0]}: {fix}"
+        )
+
+
+class CudaDevice:
+    """The first device, which is of the chosen kind. Built once, and only when this backend was chosen.
+
+    Raises:
+        DeviceError: torch does not see such a device first, or compiled kernels cannot be kept.
     """
 
     def __init__(self, info: DeviceInfo) -> None:
+        check_first_device(info)
         check_kernel_cache(Path(triton.knobs.cache.dir))
         self.info = info
         self._device = torch.device("cuda", 0)
