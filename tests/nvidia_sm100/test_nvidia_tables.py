@@ -200,6 +200,43 @@ def test_tuning_without_a_gpu_is_an_error(tmp_path: Path) -> None:
     assert isinstance(CliRunner().invoke(tune, [str(plan)]).exception, ConfigError)
 
 
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ([{}], r"plan.choices\[0\] has no op or no request"),
+        ([row("gemm.linear", dtype="float32"), "x"], r"plan.choices\[1\] has no op or no request"),
+        ([{"op": "gemm.linear", "request": None}], r"plan.choices\[0\] has no op or no request"),
+        ([row("gemm.linear", dtype="bfloat16")], "a request of plan.choices has no 'out_features'"),
+    ],
+)
+def test_a_plan_that_lacks_something_says_what(tmp_path: Path, choices: Any, said: str) -> None:
+    result = run_tune(tmp_path, choices)
+    assert isinstance(result.exception, ConfigError)
+    assert re.match(f"PLAN: {said}: expected what this writes: deepinfer explain", str(result.exception))
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "said"),
+    [
+        ("none/tuned.json", None, "there is no folder"),
+        ("tuned.json", "", "no JSON"),
+        ("tuned.json", '{"gated_linear": {}}', "no table of tiles"),
+        ("tuned.json", '{"linear": {"64x64": [[1, [3, 16, 128, 1, 4, 4]]]}}', "block_n 3: expected a power of two"),
+    ],
+)
+def test_a_file_that_results_cannot_go_to_is_an_error_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, held: str | None, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("deepinfer_nvidia_sm100.command.tune_all", lambda *_: pytest.fail("it was measured"))
+    if held is not None:
+        (tmp_path / name).write_text(held)
+    result = run_tune(tmp_path, [LINEAR], "--out", str(tmp_path / name))
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"--out {tmp_path / name}: ")
+    assert said in str(result.exception)
+
+
 BF16 = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
 LINEAR = row("gemm.linear", in_features=64, out_features=100, **BF16)
 INVARIANT = row("gemm.linear", in_features=64, out_features=100, **BF16, demands=["batch_invariant"])

@@ -86,6 +86,7 @@ def test_without_a_gpu_it_is_an_error() -> None:
     result = CliRunner().invoke(warmup.warmup, ["demo"], obj=ProgramHost())
     assert isinstance(result.exception, DeviceError)
     assert "no GPU" in str(result.exception)
+    assert str(result.exception).endswith("check: nvidia-smi")
     result = CliRunner().invoke(warmup.warmup, ["demo", "--set", "model.dtype"], obj=ProgramHost())
     assert isinstance(result.exception, ConfigError)
     assert "KEY=VALUE" in str(result.exception)

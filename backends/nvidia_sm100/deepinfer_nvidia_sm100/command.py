@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from deepinfer_core.api import ConfigError, DeviceError
 
-from . import tune_sections
+from . import table_file, tune_sections
 from .tune_sections import Shapes, TunedFile, tune_all
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ SECTIONS = {
 either kind of rows."""
 
 
+EXPECTED = "expected what this writes: deepinfer explain --model MODEL --json"
+
+
 def choices_of(plan: Any) -> list[Any]:
     """What ``explain --json`` chose for every operator.
 
@@ -40,8 +44,31 @@ def choices_of(plan: Any) -> list[Any]:
     """
     choices = plan["plan"].get("choices") if isinstance(plan, dict) and isinstance(plan.get("plan"), dict) else None
     if not isinstance(choices, list):
-        raise ConfigError("PLAN: expected what this writes: deepinfer explain --model MODEL --json")
+        raise ConfigError(f"PLAN: {EXPECTED}")
+    for number, choice in enumerate(choices):
+        known = isinstance(choice, dict) and isinstance(choice.get("op"), str)
+        if not known or not isinstance(choice.get("request"), dict):
+            raise ConfigError(f"PLAN: plan.choices[{number}] has no op or no request: {EXPECTED}")
     return choices
+
+
+def check_out(path: Path) -> None:
+    """Measuring takes minutes, so what would keep its results from being written is said before.
+
+    Raises:
+        ConfigError: the file cannot be written, or holds something that no shapes can be added to.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: there is no folder {path.parent}; make it, or give another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--out {path}: cannot be written; give another file")
+    if path.exists():
+        try:
+            table_file.read(str(path))
+        except table_file.BadTable as error:
+            raise ConfigError(
+                f"--out {path}: no shapes can be added to what it holds: {error}; or give another file"
+            ) from error
 
 
 def shapes_of(plan: Any, *, invariant: bool = False) -> tuple[Shapes, Shapes]:
@@ -149,7 +176,11 @@ def tune(plan: IO[str], out: Path, only: tuple[str, ...]) -> int:
         found = json.load(plan)
     except ValueError as error:
         raise ConfigError(f"PLAN: no JSON: {error}") from error
-    sections = sections_of(found, only)
+    try:
+        sections = sections_of(found, only)
+    except KeyError as error:
+        raise ConfigError(f"PLAN: a request of plan.choices has no {error}: {EXPECTED}") from error
+    check_out(out)
     import torch
 
     if not torch.cuda.is_available():

@@ -120,7 +120,9 @@ def warmup(host: CommandHost, model: str, settings: Sequence[str]) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise DeviceError("warmup: torch sees no GPU on this machine, and kernels compile for the GPU they run on")
+        raise DeviceError(
+            "warmup: torch sees no GPU on this machine, and kernels compile for the GPU they run on; check: nvidia-smi"
+        )
     from .warm_tables import run_tables
 
     began, before = time.monotonic(), len(cached_kernels())
