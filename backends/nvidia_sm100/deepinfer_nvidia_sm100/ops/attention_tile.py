@@ -106,7 +106,7 @@ def attend_turned(
     """:func:`attend_places` turned over: tokens and channels are the matrix unit's rows, members its columns.
 
     ``queries [HEAD_DIM, M]``, ``acc [HEAD_DIM, M]``, ``position`` and ``top [M]``, of scores before the scale, which is
-    not negative. The unit takes 8 columns but 16 rows: of four heads half the work is for nothing instead of three
+    more than zero. The unit takes 8 columns but 16 rows: of four heads half the work is for nothing instead of three
     quarters, and half the weights. ``keys_at``, ``values_at [BLOCK_N]``: pointers to where a token's block begins,
     ``inside [BLOCK_N]`` int32: where it lies there; without a window all of them are tokens of the context, so that
     nothing has to be masked. ``total [BLOCK_N, M]`` is summed over tokens by the caller, in the end."""

@@ -82,7 +82,7 @@ class Paged:
         self._device = context.device
         self._group = request.q_heads // request.kv_heads
         kept_alike = request.cache_dtype == request.dtype in ("bfloat16", "float16")
-        turned = kept_alike and request.head_dim <= 128 and self._group <= 16 and request.scale >= 0
+        turned = kept_alike and request.head_dim <= 128 and self._group <= 16 and request.scale > 0
         turned = turned and not self._fixed
         self._programs = (FIXED_EACH if self._fixed else PROGRAMS_EACH) * _multiprocessors(context.device)
         results = 2 * context.max_tokens + self._programs // request.kv_heads + 1
