@@ -122,7 +122,7 @@ def main() -> None:
         print(json.dumps(start(options.start, options.others)))
         return
     require_gpu("gpu_cold_start")
-    results = Results(options.out / "gpu_cold_start.json")
+    results = Results(options.out / "gpu_cold_start.json", options.quick)
     path = checkpoint(options.checkpoint, QUICK if options.quick else QWEN3_4B)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         if "cold" in options.only:

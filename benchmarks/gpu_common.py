@@ -38,9 +38,13 @@ def require_gpu(name: str) -> None:
 
 
 class Results:
-    """One JSON file, written after each entry. What is there already is not measured again."""
+    """One JSON file, written after each entry. What is there already is not measured again.
 
-    def __init__(self, path: Path) -> None:
+    ``quick``: of a smaller model, whose results have a file of their own: their keys are those of the whole one's.
+    """
+
+    def __init__(self, path: Path, quick: bool = False) -> None:
+        path = path.with_stem(f"{path.stem}_quick") if quick else path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

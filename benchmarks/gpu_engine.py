@@ -3,7 +3,7 @@
 The model has the shape of Qwen3-4B and random weights in bfloat16 (8.04 GB), made on the spot. The floor of a step is
 the bytes it must read, weights and keys and values, over the copy bandwidth measured in the same run. Results are
 written to ``--out`` as they come; what is there is not measured again.
-``python benchmarks/gpu_engine.py --out results``; ``--transformers`` for its ``generate`` beside.
+``python benchmarks/gpu_engine.py --out results``; ``--only transformers`` for its ``generate`` beside.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deepinfer_core.engine.step_timing import StepTiming
 
 BATCHES = (1, 8, 64, 256)
+ONLY = ("decode", "prefill", "idle", "mixed", "steps", "profile", "transformers")
 PROMPT, STEPS = 512, 64
 HELD_CYCLES = 12_000_000
 """Of the device's clock: some six milliseconds, more than the host takes to launch a recorded step."""
@@ -224,10 +225,11 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="*",
+        choices=ONLY,
         default=["decode", "prefill", "idle"],
-        help="decode, prefill, idle, mixed (contexts), steps (of up to 8,192 tokens), profile, transformers",
+        help="parts; mixed: contexts, steps: of up to 8,192 tokens",
     )
-    parser.add_argument("--variants", nargs="*", default=[], help=", ".join(VARIANTS))
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[], help="ways to set the engine up")
     parser.add_argument("--quick", action="store_true", help="four layers")
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
@@ -235,7 +237,7 @@ def main() -> None:
     from deepinfer_nvidia_sm100.measure import copy_bandwidth, matrix_rate
 
     config = QUICK if options.quick else QWEN3_4B
-    results = Results(options.out / "gpu_engine.json")
+    results = Results(options.out / "gpu_engine.json", options.quick)
     ceilings = results.measure("ceilings", lambda: {"copy": copy_bandwidth(), "bf16": matrix_rate()})
     print(f"copy {ceilings['copy'] / 1e9:,.0f} GB/s, bf16 {ceilings['bf16'] / 1e12:,.0f} TFLOP/s", flush=True)
     path = checkpoint(options.checkpoint, config)

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object as the last line")
     options = parser.parse_args()
     require_gpu("gpu_invariance")
-    results = Results(options.out / "gpu_invariance.json")
+    results = Results(options.out / "gpu_invariance.json", options.quick)
     with torch.inference_mode():
         if not options.model:
             operators(results, options)

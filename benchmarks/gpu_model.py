@@ -28,12 +28,13 @@ QUICK: Mapping[str, Any] = {**QWEN3_4B, "num_hidden_layers": 4, "vocab_size": 32
 
 
 def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Random weights as training begins, made on the GPU and saved unless they are there."""
+    """Random weights as training begins, made on the GPU and saved unless they are there, whole and of this shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "model.safetensors"
-    if file.exists():
+    file, said = folder / "model.safetensors", json.dumps(dict(config))
+    if file.exists() and (folder / "config.json").read_text(encoding="utf-8") == said:
         return folder
-    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    file.unlink(missing_ok=True)
+    (folder / "config.json").write_text(said, encoding="utf-8")
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, device="cuda") * 0.02).to(torch.bfloat16).cpu()
@@ -41,7 +42,9 @@ def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    save_file(qwen3_tensors(config, normal, ones), file, metadata={"format": "pt"})
+    part = folder / "model.part"  # whoever is interrupted leaves no half of a file that looks like a whole one
+    save_file(qwen3_tensors(config, normal, ones), part, metadata={"format": "pt"})
+    part.rename(file)
     return folder
 
 

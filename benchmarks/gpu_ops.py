@@ -39,6 +39,7 @@ SHAPES = {
 }
 """Weights of the Qwen3-4B shape."""
 FEW = (1, 2, 4, 8, 16, 32, 64)
+PARTS = ("attention", "linear", "fp8", "pointwise", "sampling")
 
 
 def tile_of_table(name: str, rows: int) -> Any:
@@ -132,7 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
     parser.add_argument(
-        "--only", nargs="*", help="attention, linear, fp8, pointwise, sampling; shapes: tiles of attention"
+        "--only",
+        nargs="*",
+        choices=(*PARTS, "shapes"),
+        help="parts; shapes: tiles of attention, which are not measured else",
     )
     parser.add_argument("--save-table", type=Path, help="file of tuned tiles that the linear part's answers go to")
     parser.add_argument(
@@ -145,7 +149,7 @@ def main() -> None:
     from deepinfer_nvidia_sm100 import tuning
     from deepinfer_nvidia_sm100.measure import copy_bandwidth, matrix_rate
 
-    parts = set(options.only or ("attention", "linear", "fp8", "pointwise", "sampling"))
+    parts = set(options.only or PARTS)
     results = Results(options.out / "gpu_ops.json")
     began = time.monotonic()
     ceilings = results.measure("ceilings", lambda: {"copy": copy_bandwidth(), "bf16": matrix_rate()})
