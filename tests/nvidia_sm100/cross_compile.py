@@ -98,7 +98,9 @@ def compile_only(capability: int) -> list[Any]:
 
     JITFunction.run = run
     tables.architecture = lambda device: f"sm_{capability}"
-    paged_attention._multiprocessors = lambda device: {90: 132, 100: 148}[capability]  # contexts are split as there
+    paged_attention._multiprocessors = lambda device: {90: 132, 100: 148, 103: 148}[
+        capability
+    ]  # contexts are split as there
     for name, module in list(sys.modules.items()):  # some have it under a name of their own by now
         if name.startswith("deepinfer_nvidia_sm100.ops.") and hasattr(module, "dependent"):
             module.dependent = lambda tensor: {"DEPENDENT": True, "launch_pdl": True}

@@ -1,4 +1,4 @@
-"""Every kernel compiles for both generations without a GPU, within their limits, and uses the units it is meant to."""
+"""Every kernel compiles for all chips without a GPU, within their limits, and uses the units it is meant to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepinfer_nvidia_sm100.probe import CAPABILITIES
 
 SCRIPT = Path(__file__).with_name("cross_compile.py")
 SHARED_BYTES = 232_448  # of one program, on both
 TENSOR_MEMORY = 512  # columns, on 10.x
-MATRIX_UNIT = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
+MATRIX_UNIT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma"}
 ON_MATRIX_UNIT = {
     "described gate",
     "described rows",
@@ -101,8 +102,8 @@ ALL = [
 def cases() -> list[Any]:
     slow = pytest.mark.slow
     return [
-        pytest.param(capability, case, marks=[] if case in QUICK else [slow])
-        for capability in (90, 100)
+        pytest.param(capability, case, marks=[] if case in QUICK and capability != 103 else [slow])
+        for capability in MATRIX_UNIT
         for case in sorted(ALL)
         if capability == 90 or case not in ONLY_90
     ]
@@ -140,3 +141,7 @@ def test_every_case_is_listed() -> None:
     source = SCRIPT.read_text()
     table = source[source.index("CASES:") : source.index("def described")]
     assert {line.split('"')[1] for line in table.splitlines() if line.startswith('    "')} == set(ALL)
+
+
+def test_every_chip_that_is_served_is_compiled_for() -> None:
+    assert {10 * major + minor for major, minor in CAPABILITIES} == set(MATRIX_UNIT)

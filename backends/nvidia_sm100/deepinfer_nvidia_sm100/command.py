@@ -1,4 +1,4 @@
-"""``deepinfer tune``: which kernel multiplies few rows fastest on this GPU, for the matrices of a plan."""
+"""``deepinfer tune``: which kernels multiply fastest on this GPU, for the matrices of a plan."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def deepinfer_commands() -> Sequence[CommandInfo]:
     return [
         CommandInfo(
             name="tune",
-            help="Measure which kernel multiplies few rows fastest, for a model's matrices on this GPU",
+            help="Measure which kernels multiply fastest, for a model's matrices on this GPU",
             command=LazyRef("deepinfer_nvidia_sm100.command:tune"),
         ),
         CommandInfo(
