@@ -18,6 +18,7 @@ from deepinfer_nvidia_sm100.ops import few_rows, fixed_linear
 from deepinfer_nvidia_sm100.ops.few_rows import UNIT, Tile, part_length
 from deepinfer_nvidia_sm100.ops.fixed_linear import FixedOrderLinear, splits_of
 from deepinfer_nvidia_sm100.ops.fixed_many import ManyTile, launch_many
+from deepinfer_nvidia_sm100.ops.linear import PackedWeight
 from deepinfer_nvidia_sm100.settings import Settings
 from deepinfer_nvidia_sm100.tuning import save
 from gpu_support import DEVICE, DTYPES, ON_GPU, close, context, here, same_bits
@@ -163,3 +164,16 @@ def test_a_tuned_weight_is_cut_in_one_way(tmp_path: Path) -> None:
     )
     op = FixedOrderLinear(wanted, context(settings=Settings(table=str(own))))
     assert op.splits == splits
+
+
+def test_a_trial_without_room_leaves_all_rows_to_this_packages_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head it takes gigabytes, while weights are loaded."""
+    half = {"dtype": "bfloat16", "out_dtype": "bfloat16", "weight_dtype": "bfloat16"}
+    op = FixedOrderLinear(LinearRequest(in_features=64, out_features=96, **half), context())
+
+    def full(weight: PackedWeight) -> frozenset[int]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.64 GiB.")
+
+    monkeypatch.setattr(op, "_device", torch.device("cuda"))
+    monkeypatch.setattr(op, "_equal_counts", full)
+    assert op._tried(PackedWeight(torch.zeros(96, 64), None)) == frozenset()

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from deepinfer_nvidia_sm100.ops import fp8_few_rows, fp8_many_rows
+from deepinfer_nvidia_sm100.ops import few_rows, fp8_few_rows, fp8_many_rows
 from deepinfer_nvidia_sm100.ops.few_rows import Tile
 from deepinfer_nvidia_sm100.ops.fp8_many_rows import ManyTile
 from deepinfer_nvidia_sm100.ops.fp8_weight import pack
@@ -102,6 +102,21 @@ def test_results_in_float32(activations: str) -> None:
         found = op.run(here(x), op.prepare(parts))
         assert found.dtype == torch.float32
         check(found, (rounded(x) if activations else x.double()) @ values.T, "float32", activations)
+
+
+@pytest.mark.parametrize("activations", ["", ROUNDED])
+def test_rows_of_more_elements_than_32_bits_count_are_multiplied_in_pieces(
+    activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under ``batch_invariant`` all rows of a step are by one tile; here four rows are too many."""
+    wanted = attrs.evolve(request(136, 256, DTYPES[-1], activations), demands=frozenset({"batch_invariant"}))
+    op, (parts, values) = operator(wanted), weights((136,), 256)
+    packed, x = op.prepare(parts), inputs(10, 256, DTYPES[-1])
+    whole = op.run(here(x), packed)
+    monkeypatch.setattr(few_rows, "COUNTED", 3 * 256)
+    found = op.run(here(x), packed)
+    check(found, (rounded(x) if activations else x.double()) @ values.T, DTYPES[-1], activations)
+    same_bits(found, whole)
 
 
 def test_rows_are_rounded_as_the_reference_rounds() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepinfer_nvidia_sm100.ops import few_rows
 from deepinfer_nvidia_sm100.ops.described_rows import describable
 from deepinfer_nvidia_sm100.ops.few_rows import Tile, launch
 from deepinfer_nvidia_sm100.ops.linear import thumb
@@ -115,6 +116,25 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
     whole = op.run(here(x), packed)
     for first, last in ((0, 1), (7, 9), (60, 130), (129, 130)):
         same_bits(op.run(here(x)[first:last].clone(), packed), whole[first:last])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_of_more_elements_than_32_bits_count_are_multiplied_in_pieces(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit itself takes 4 GB and more: here it is less than four rows."""
+    x, weight, bias = tensors(23, 40, 256, DTYPES[-1])
+    monkeypatch.setattr(few_rows, "COUNTED", 3 * 256 + 186)
+    rows: list[int] = []
+    plain = few_rows.parts_of
+    monkeypatch.setattr(few_rows, "parts_of", lambda x, *more: rows.append(len(x)) or plain(x, *more))
+    tile = Tile(block_n=32, block_m=16, block_k=32, splits=splits, stages=2, warps=4)
+    arrived = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    found = torch.full((23, 40), float("nan"), dtype=x.dtype, device=DEVICE)
+    launch(here(x), here(weight), here(bias), found, tile, arrived)
+    check(found, x, weight, bias, DTYPES[-1])
+    assert rows == [3] * 7 + [2]
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])

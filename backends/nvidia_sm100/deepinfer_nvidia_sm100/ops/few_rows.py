@@ -12,6 +12,9 @@ Floor: bytes of the weight, 2·N·K in 16 bits, for up to about 100 rows; operat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import attrs
 import torch
 import triton
@@ -28,6 +31,8 @@ from .starting import starter
 
 UNIT = 128
 """Elements of K: parts of a split product are multiples of it."""
+COUNTED = 2**31
+"""Elements of the rows of one launch, at most: kernels count them in 32 bits."""
 
 
 @triton.jit(do_not_specialize=["M", "splits", "limit", "parts", "eps"])
@@ -183,6 +188,12 @@ def parts_of(x: torch.Tensor, columns: int, splits: int, out: torch.Tensor) -> t
     return torch.empty((splits, x.shape[0], columns), dtype=torch.float32, device=x.device)
 
 
+def in_pieces(tensor: torch.Tensor, x: torch.Tensor, dim: int = 0) -> Sequence[torch.Tensor]:
+    """Cut ``tensor`` along ``dim``, which counts the rows of ``x``, so that of these no piece has too many elements."""
+    pieces: tuple[torch.Tensor, ...] = tensor.split(max(1, COUNTED // x.stride(0)), dim)
+    return pieces
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -204,6 +215,12 @@ def launch(
     ``rounded``: of that product rounded to out's dtype, as it is where two operators do this.
     """
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
+    if rows * x.stride(0) > COUNTED:
+        assert (add, scale) == (None, None), "regions are of few rows"
+        more: dict[str, Any] = {"gated": gated, "limit": limit, "rounded": rounded, "compile_only": compile_only}
+        for some, its_out in zip(*(in_pieces(each, x) for each in (x, out)), strict=True):
+            launch(some, weight, bias, its_out, tile, arrived, **more)
+        return
     partial = parts_of(x, columns, tile.splits, out)
     options = dependent(x)
     if isinstance(tile, Tile) and tile.late and options["DEPENDENT"]:

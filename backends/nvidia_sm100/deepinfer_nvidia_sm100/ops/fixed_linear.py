@@ -168,9 +168,16 @@ class FixedOrderLinear:
             torch.addmm(weight.bias, x, turned, out=out)
 
     def _tried(self, weight: PackedWeight) -> frozenset[int]:
-        """Numbers of rows for which cuBLAS gives the bits of :meth:`_own`, on this machine and for this shape."""
+        """Numbers of rows for which cuBLAS gives the bits of :meth:`_own`, on this machine, for this shape. Where the
+        trial has no room there are none: this package's kernels serve, with the same bits."""
         if self._device.type != "cuda" or self._request.dtype == "float32" or self.splits > 1:
             return frozenset()
+        try:
+            return self._equal_counts(weight)
+        except torch.OutOfMemoryError:  # two results of max_tokens rows: gigabytes of a large vocabulary's logits
+            return frozenset()
+
+    def _equal_counts(self, weight: PackedWeight) -> frozenset[int]:
         most = max(EACH, self._most)
         counts = [n for n, tile in self._tiles.items() if tile is None]
         counts += range(EACH + STEP, most + 1, STEP)
