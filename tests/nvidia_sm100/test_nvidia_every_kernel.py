@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import deepinfer_nvidia_sm100
 import pytest
-from gpu_support import ON_GPU
+from gpu_support import ON_GPU, providers
 from test_nvidia_cross_compile import ALL, BY_WARPS, IN_FP8, ON_MATRIX_UNIT
+
+from deepinfer_core.api import LazyRef
 
 HERE = Path(__file__).parent
 PACKAGE = Path(deepinfer_nvidia_sm100.__file__).parent
@@ -152,6 +155,15 @@ def test_every_kernel_has_a_test_that_compares_it() -> None:
     for test in (*COMPARED.values(), *ON_A_GPU_ALONE.values()):
         file, _, name = test.partition("::")
         assert f"\ndef {name}(" in (HERE / file).read_text(encoding="utf-8"), test
+
+
+def test_every_operator_says_its_floor() -> None:
+    """Bytes or operations below which nothing can be done, where a reader of the operator looks first."""
+    targets = {provider.build.target for provider in providers() if isinstance(provider.build, LazyRef)}
+    modules = {target.partition(":")[0] for target in targets} - {"deepinfer_nvidia_sm100.ops.kv_layout"}
+    assert len(modules) > 20
+    silent = [name for name in modules if "\nFloor: " not in str(importlib.import_module(name).__doc__)]
+    assert sorted(silent) == []
 
 
 @pytest.mark.slow

@@ -206,12 +206,9 @@ class CudaDevice:
         )
 
     def describe(self) -> Mapping[str, str]:
-        facts = {"device": torch.cuda.get_device_name(self._device), "torch": torch.__version__}
-        facts["cuda"] = str(torch.version.cuda)
-        try:
-            import triton
-
-            facts["triton"] = triton.__version__
-        except ImportError as error:
-            facts["triton"] = f"missing: {error}"
-        return facts
+        return {
+            "device": torch.cuda.get_device_name(self._device),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+            "triton": triton.__version__,
+        }

@@ -3,6 +3,8 @@
 Few rows read the weight at one byte an element. Many rows that stay as they are meet a widened copy in cuBLAS; many
 rounded rows run on the matrix unit's FP8. Tiles come from the table of the device's architecture, or a rule of thumb.
 Under the demand ``batch_invariant`` all rows go through one tile.
+
+Floor: as in :mod:`.fp8_few_rows` and :mod:`.fp8_many_rows`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Which one, and its tile, comes from the table of the device's architecture (:mod:`..tables`); a shape that is not in
 it gets a rule of thumb. Nothing is tried out at run time.
+
+Floor: as in :mod:`.few_rows`.
 """
 
 from __future__ import annotations

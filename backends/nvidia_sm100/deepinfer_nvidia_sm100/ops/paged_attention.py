@@ -4,6 +4,8 @@ Rows that decode, and drafts, become small tiles whose contexts are cut into chu
 :mod:`.decode_kernel`); prompt chunks become tiles of many rows (:mod:`.attention_kernel`). Under the demand
 ``batch_invariant`` the context is cut at fixed positions into chunks that are put together in order, whichever programs
 computed them, so that no row's arithmetic depends on its neighbours.
+
+Floor: as in :mod:`.decode_kernel` and :mod:`.attention_kernel`.
 """
 
 from __future__ import annotations

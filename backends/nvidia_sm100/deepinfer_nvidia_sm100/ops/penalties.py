@@ -1,8 +1,9 @@
 """``penalties``: repetition, frequency and presence, from the tokens before each row's position.
 
 Tokens are counted into a scratch row; the first program thread that takes a token's count applies the penalties, so
-that the vocabulary is not read. Floor: 4 bytes for each token of history and 8 for each logit changed; here a scratch
-row of zeros besides, 4·N·V.
+that the vocabulary is not read.
+
+Floor: bytes, 4 for each token of history and 8 for each logit changed; here a scratch row of zeros besides, 4·N·V.
 """
 
 from __future__ import annotations
