@@ -144,7 +144,8 @@ class Verify(Protocol):
 
         With p = softmax(logits) and d = softmax(scores): the draft x if ``u < p(x) / d(x)``, u the coin of the row's
         position (``(w + 0.5) * 2^-32``, purpose 2, word 0 of token 0); otherwise a draw from ``max(p - d, 0)`` with
-        the residual noise (purpose 1), or from p should that be empty.
+        the residual noise (purpose 1), or from p should that be empty. Scores that are no distribution (NaN, +inf,
+        nothing but -inf) cost their draft: the token is drawn from p with the residual noise.
 
         Args:
             logits: ``[N, V]`` float32, as given to draw (not changed). tokens: ``[N]`` int64 that draw gave; -1 stays.

@@ -230,11 +230,14 @@ class DrafterNeeds:
             draft module with caches of its own and what leaves the target's layers (``ModelSpec.draft``).
         architecture: of the module, among those that plugins declare in ``deepinfer_models``.
         checkpoint: where the module's weights are; None: beside the target's own.
+        setting: of the user's, which names ``checkpoint``; names: what it may be besides a path. For messages.
     """
 
     reads: Reads = "tokens"
     architecture: str = ""
     checkpoint: str | None = None
+    setting: str = ""
+    names: Sequence[str] = ()
 
     def __attrs_post_init__(self) -> None:
         if (self.reads == "module") != bool(self.architecture or self.checkpoint):

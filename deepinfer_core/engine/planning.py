@@ -59,7 +59,15 @@ from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
 from .runner import runner_requests
 from .sampler import sampling_region, sampling_requests, stage_order
-from .speculation_module import PREFIX, PlannedDrafter, PlannedModule, own_keys, read_needs, with_module
+from .speculation_module import (
+    PREFIX,
+    PlannedDrafter,
+    PlannedModule,
+    check_length,
+    own_keys,
+    read_needs,
+    with_module,
+)
 
 CACHE_DTYPES = {"auto": "", "fp8": "float8_e4m3fn"}
 """``kv_cache.dtype`` -> ``ModelOptions.cache_dtype``."""
@@ -181,6 +189,7 @@ def make_plan(
     }
     regions = {**spec.regions, **sampling_region(*sampling)}
     if drafter is not None:
+        check_length(config, spec)
 
         def described(source: Checkpoint, architecture: str) -> tuple[type[ModelDefinition], ModelSpec]:
             found = _definition(source, registry, architecture)

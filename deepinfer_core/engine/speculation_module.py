@@ -73,6 +73,12 @@ class PlannedDrafter:
     def on_host(self) -> bool:
         return self.needs.reads == "tokens"
 
+    def named(self, method: str | None, target: str) -> str:
+        """Which module this is about, for messages: what the user set, or that it is the target's."""
+        if self.needs.checkpoint and self.needs.setting:
+            return f"{self.needs.setting} = {self.needs.checkpoint!r}, for speculation.method = {method!r}"
+        return f"speculation.method = {method!r}, module of {self.needs.checkpoint or target}"
+
     def facts(self, config: EngineConfig) -> Mapping[str, str]:
         """For ``explain``."""
         speculation, module = config.speculation, self.module
@@ -114,8 +120,10 @@ def own_keys(config: EngineConfig) -> EngineConfig:
     return attrs.evolve(config, ops=ops)
 
 
-def check_module(config: EngineConfig, target: ModelSpec, definition: type[ModelDefinition], module: ModelSpec) -> None:
-    """Refuse a module that does not fit its target.
+def check_module(
+    config: EngineConfig, target: ModelSpec, definition: type[ModelDefinition], module: ModelSpec, named: str
+) -> None:
+    """Refuse a module that does not fit its target; ``named``: which module, for messages.
 
     Raises:
         ConfigError: naming what does not fit, and the setting to change.
@@ -123,8 +131,8 @@ def check_module(config: EngineConfig, target: ModelSpec, definition: type[Model
     depth, draft = config.speculation.max_draft_tokens, module.draft
     if module.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"draft module {module.architecture}: vocab_size={module.vocab_size}, the target's is {target.vocab_size}: "
-            "a drafter must have the target's vocabulary"
+            f"{named}: draft module {module.architecture} has vocab_size={module.vocab_size}, the target "
+            f"{target.vocab_size}: a drafter must have the target's vocabulary: take another"
         )
     if module.max_model_len < target.max_model_len:
         raise ConfigError(
@@ -149,9 +157,23 @@ def check_module(config: EngineConfig, target: ModelSpec, definition: type[Model
             )
         if max(draft.taps) >= target.num_layers or min(draft.taps) < 0:
             raise ConfigError(
-                f"draft module {module.architecture} reads layers {list(draft.taps)} of its target, which has "
+                f"{named}: draft module {module.architecture} reads layers {list(draft.taps)} of its target, which has "
                 f"{target.num_layers}: it was made for another"
             )
+
+
+def check_length(config: EngineConfig, target: ModelSpec) -> None:
+    """No draft is longer than what the target can read: tables are made for so many.
+
+    Raises:
+        ConfigError: it would be.
+    """
+    depth = config.speculation.max_draft_tokens
+    if depth >= target.max_model_len:
+        raise ConfigError(
+            f"speculation.max_draft_tokens={depth}: the target reads {target.max_model_len} tokens in all "
+            f"(model.max_model_len), and a draft comes after one: set it to {target.max_model_len - 1} or lower"
+        )
 
 
 def check_depth(config: EngineConfig, groups: Sequence[CacheGroupSpec]) -> None:
@@ -214,7 +236,7 @@ def with_module(
 
     def planned(source: Checkpoint) -> PlannedDrafter:
         definition, module = described(source)
-        check_module(config, spec, target, module)
+        check_module(config, spec, target, module, wanted)
         check_depth(config, module.cache_groups)
         overlaid = bool(needs.architecture)
         found = PlannedModule(path=str(source.path), definition=definition, spec=module, choices=(), overlaid=overlaid)
@@ -226,15 +248,17 @@ def with_module(
         except (ConfigError, CheckpointError) as error:
             raise type(error)(f"{wanted}: {error}{other}") from error
 
-    wanted = f"speculation.method = {config.speculation.method!r}, module of {needs.checkpoint or checkpoint.path}"
+    wanted = drafter.named(config.speculation.method, str(checkpoint.path))
+    names = f"; it also takes {', '.join(needs.names)}" if needs.names else ""
     if needs.checkpoint is None:
-        other = f"; settings of plugins.{drafter.plugin} may name another checkpoint for it"
+        setting = needs.setting or f"settings of plugins.{drafter.plugin}"
+        other = f"; {setting} may name another checkpoint for it{names}"
         return planned(checkpoint)
-    other = ""
+    other = names
     try:
         opened = open_checkpoint(needs.checkpoint)
     except CheckpointError as error:
-        raise CheckpointError(f"{wanted}: {error}") from error
+        raise CheckpointError(f"{wanted}: {error}{names}") from error
     with opened as own:
         return planned(overlay(own, checkpoint) if needs.architecture else own)
 

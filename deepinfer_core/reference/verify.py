@@ -34,7 +34,8 @@ class Verify:
             draft = torch.softmax(judged.scores[usable].to(torch.float64), dim=-1)
         p, d = (x.gather(1, drafts[:, None])[:, 0] for x in (target, draft))
         coin = (self._words(batch, rows, PURPOSE_COIN, 1)[:, 0].to(torch.float64) + 0.5) * 2.0**-32
-        kept = coin * d < p
+        kept = coin * d < p  # not where d is NaN: what was drawn from no distribution is never taken
+        draft = draft.nan_to_num(nan=0.0)
         result = tokens.clone()
         result[rows] = torch.where(kept, drafts, self._residual(target, draft, batch, rows))
         return result

@@ -14,7 +14,9 @@ import torch
 from click.testing import CliRunner
 from deepinfer_spec_decode.calibrate import read_prompts
 from deepinfer_spec_decode.calibration import Calibration, read_scaling, scaled
+from deepinfer_spec_decode.ngram import NGramDrafter
 from deepinfer_spec_decode.reliability import draw, points
+from deepinfer_spec_decode.settings import Settings
 from deepinfer_spec_decode.sts import (
     GRID,
     PLAIN,
@@ -27,6 +29,7 @@ from deepinfer_spec_decode.sts import (
 )
 from scipy.optimize import minimize
 from test_deepseek_v4 import open_llm
+from toys.checkpoints import open_toy, write_toy
 from v4_drafters import dspark
 
 from deepinfer_core.api import ConfigError
@@ -219,11 +222,40 @@ def test_the_command_writes_what_an_engine_reads(tmp_path: Path) -> None:
             assert drafter._calibration == wanted
 
 
+@pytest.mark.parametrize("missing", ["", "no/such/drafts.jsonl"])
+def test_records_are_refused_where_they_cannot_be_written(tmp_path: Path, missing: str) -> None:
+    """A folder, or a file in none: when the drafter is made, not once for each draft."""
+    with pytest.raises(ConfigError, match=r"^plugins\.spec_decode\.record_file = '.*': cannot be written"):
+        NGramDrafter(Settings(record_file=str(tmp_path / missing)))
+
+
+def test_a_draft_model_is_calibrated_beside_its_own_checkpoint(tmp_path: Path) -> None:
+    target = write_toy(tmp_path / "target", "PrefixHash", tokenizer=True)
+    drafts = write_toy(tmp_path / "drafts", "PrefixHash", tokenizer=True, groups={"near": 7})
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nfoo bar\n", encoding="utf-8")
+    options = ["--method", "draft_model", "--model", str(target), "--drafter", str(drafts), "--prompts", str(prompts)]
+    options += ["--max-tokens", "12", "--temperature", "0.3", "--draft-tokens", "3"]
+    environ = {"DEEPINFER_PLUGINS__PATHS": "toys.plugin", "DEEPINFER_KV_CACHE__BLOCK_SIZE": "4"}
+    result = CliRunner().invoke(program, ["calibrate-drafter", *options], env=environ, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    path = drafts / "drafter_calibration.json"
+    assert set(json.loads(path.read_text())["draft_model"]) == {"exact", "rejection", "greedy"}
+    path.write_text(json.dumps({"draft_model": {r: {"temperatures": [4.0]} for r in ("exact", "rejection")}}))
+    more = {"plugins__paths": ["toys.plugin"], "plugins__spec_decode__draft_model": str(drafts)}
+    with open_toy(target, speculation__method="draft_model", **more) as llm:
+        drafter: Any = llm.engine.core.speculator.drafter  # type: ignore[union-attr]
+        assert drafter._calibration == Calibration(Scaling((4.0,)))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--out", "/no/such/o.json"], "--out /no/such/o.json: its folder does not exist"),
+        (["--out", "/"], "--out /: is a folder: name a file in it, as /drafter_calibration.json"),
+        (["--drafter", "no-such"], "--drafter no-such: is no directory to put drafter_calibration.json in: name one"),
         (["--plot", "/no/such/p.png"], "--plot /no/such/p.png: its folder does not exist"),
+        (["--plot", "p.xyz"], "--plot p.xyz: expected a file name that ends in one of"),
         (["--draft-tokens", "0"], "'--draft-tokens': 0 is not in the range"),
         (["--max-tokens", "0"], "'--max-tokens': 0 is not in the range"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from toys.checkpoints import ACCELERATOR
 
 from deepinfer_core import LLM, SamplingParams
-from deepinfer_core.api import ConfigError
+from deepinfer_core.api import CheckpointError, ConfigError
 from deepinfer_core.config import load_config
 from deepinfer_core.engine.planning import make_plan
 
@@ -60,12 +60,19 @@ def plain_v4() -> Iterator[list[list[int]]]:
 @needs_v4
 def test_a_module_that_the_checkpoint_has_not_is_told_how_to_be_named() -> None:
     said = (
-        r"^speculation\.method = 'dspark', module of .*: config.json: .* has none; settings of plugins\.spec_decode may"
+        r"^speculation\.method = 'dspark', module of .*: config.json: .* has none; plugins\.spec_decode\.drafter may "
+        r"name another checkpoint for it; it also takes .*demo-v4-dspark"
     )
     with pytest.raises(ConfigError, match=said):
         open_llm("demo-v4", "dspark")
-    with pytest.raises(ConfigError, match=r"^speculation\.method = 'dspark', module of demo: .*num_key_value_heads=3"):
+    with pytest.raises(ConfigError, match=r"^plugins\.spec_decode\.drafter = 'demo', for .*num_key_value_heads=3"):
         open_llm("demo-v4", "dspark", {"drafter": "demo"})
+    said = r"^plugins\.spec_decode\.drafter = 'no-such', .*no-such: no such file .*it also takes .*demo-v4-dspark"
+    with pytest.raises(CheckpointError, match=said):
+        open_llm("demo-v4", "dspark", {"drafter": "no-such"})
+    said = r"^plugins\.spec_decode\.draft_model = 'demo', .*has vocab_size=49152, the target 4096: .*: take another$"
+    with pytest.raises(ConfigError, match=said):
+        open_llm("demo-v4", "draft_model", {"draft_model": "demo"})
 
 
 @pytest.fixture(scope="module")

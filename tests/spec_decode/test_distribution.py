@@ -108,6 +108,19 @@ def test_certain_drafts() -> None:
     assert p_value(torch.bincount(tokens, minlength=VOCAB), target.double().softmax(0)) > SMALLEST_P
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_no_distribution_cost_their_draft(broken: float) -> None:
+    target = torch.tensor([0.0, 1.0, -1.0, 0.5, -2.0, 2.0])
+    scores = torch.full((VOCAB,), broken)
+    if broken != float("-inf"):
+        scores[1:] = 0.0
+    judged = JudgedRows(
+        rows=torch.arange(ROWS), drafts=torch.full((ROWS,), 4), scores=scores.expand(ROWS, VOCAB).contiguous()
+    )
+    tokens = _verify().run(target.expand(ROWS, VOCAB), _batch(ROWS), torch.zeros(ROWS, dtype=torch.int64), judged)
+    assert p_value(torch.bincount(tokens, minlength=VOCAB), target.double().softmax(0)) > SMALLEST_P
+
+
 def test_rows_that_are_not_judged_stay() -> None:
     target = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     drawn = torch.tensor([3, -1, 2, 1])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
+import torch
 from speculating import check_same, drafting, pair, random_prompts
 from toys.checkpoints import open_toy, write_toy
 from toys.checks import assert_clean
@@ -16,7 +19,7 @@ from toys.device_drafters import TEXTS
 from toys.oracle import count_tokens
 
 from deepinfer_core import SamplingParams
-from deepinfer_core.api import FRESH_TOKENS
+from deepinfer_core.api import FRESH_TOKENS, ConfigError
 from deepinfer_core.engine.speculation import last_tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
@@ -111,6 +114,18 @@ def test_requests_as_long_as_the_model_takes(tmp_path: Path, groups: dict[str, i
     fast.close()
 
 
+@pytest.mark.parametrize("method", ["ngram", "told"])
+def test_no_draft_is_longer_than_the_target_reads(tmp_path: Path, method: str) -> None:
+    """Refused at start, before tables of so many columns are made; the longest that fits works."""
+    directory = write_toy(tmp_path / "toy", "Count", max_len=22)
+    for depth in (22, 10**12):
+        with pytest.raises(ConfigError, match=rf"^speculation\.max_draft_tokens={depth}: .*set it to 21 or lower$"):
+            open_toy(directory, **drafting(method, depth=depth))
+    with open_toy(directory, **drafting(method, depth=21)) as llm:
+        (output,) = llm.generate([[1, 2, 1, 2, 1, 2]], GREEDY)
+    assert output.outputs[0].token_ids == count_tokens([2], 16, 64)
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_drafts_keep_to_the_rows_of_a_step(tmp_path: Path, ahead: bool) -> None:
     """A step has room for fewer drafts than its requests have: the first take what there is."""
@@ -149,6 +164,45 @@ def test_a_drafter_that_raises_while_drafting_stops_and_starts(tmp_path: Path, s
     assert_clean(fast)
     plain.close()
     fast.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scores": lambda p: p.scores[:, :-1]},
+        {"scores": lambda p: p.scores[:, :, :-1]},
+        {"scores": lambda p: p.scores[:-1]},
+        {"notes": lambda p: torch.zeros(len(p.tokens), 1)},
+        {"notes": lambda p: torch.zeros(1, p.tokens.shape[1])},
+        {"confidence": lambda p: torch.ones(len(p.tokens), 2)},
+        {"tokens": lambda p: p.tokens[:, 0]},
+        {"tokens": lambda p: p.tokens.float()},
+    ],
+    ids=["scores of fewer drafts", "narrow scores", "scores of fewer requests", "notes", "fewer notes", "confidence",
+         "flat", "no integers"],
+)  # fmt: skip
+def test_a_wrong_proposal_costs_its_drafts(tmp_path: Path, change: dict[str, Any], ahead: bool) -> None:
+    """Never a request, nor another's drafts: every second proposal is wrong."""
+    more = {"plugins__device_drafters__certain": False, "scheduling__async_scheduling": ahead}
+    llm = open_toy(write_toy(tmp_path / "toy", "PrefixHash"), **drafting("told", **more))
+    speculator = llm.engine.core.speculator
+    assert speculator is not None
+    drafter: Any = speculator.drafter
+    propose, turn = drafter.propose, itertools.count()
+
+    def proposed(step: Any) -> Any:
+        made = propose(step)
+        return made if next(turn) % 2 else attrs.evolve(made, **{name: make(made) for name, make in change.items()})
+
+    drafter.propose = proposed
+    params = SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([[n, 1, 2] for n in range(4)], params)
+    assert [(o.outputs[0].finish_reason, len(o.outputs[0].token_ids)) for o in outputs] == [("length", 12)] * 4
+    assert speculator.failures > 1
+    assert speculator.proposed > 10
+    assert_clean(llm)
+    llm.close()
 
 
 def test_nothing_is_drafted_where_one_token_is_left(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def changed(drafter: Qwen3Drafter, path: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 100}, "vocab_size=100, the target's is 96"),
+        ({"vocab_size": 100}, r"^plugins\.spec_decode\.drafter = .* has vocab_size=100, the target 96:"),
         ({"target_layer_ids": [1, 9]}, r"reads layers \[1, 9\] of its target, which has 4"),
         ({"markov_head_type": "gated"}, "markov_head_type='gated': expected 'vanilla'"),
         ({"max_position_embeddings": 64}, "it supports 64 tokens, the target is set to 128"),
@@ -147,6 +147,7 @@ def test_a_target_without_such_a_module(target: tuple[Path, Any], tmp_path: Path
     with pytest.raises(ConfigError, match=r"set plugins\.spec_decode\.draft_model"):
         open_llm(target[0], "draft_model")
     with pytest.raises(
-        CheckpointError, match=r"^speculation\.method = 'draft_model', module of /no/such: /no/such: no such file"
+        CheckpointError,
+        match=r"^plugins\.spec_decode\.draft_model = '/no/such', for speculation\.method = 'draft_model': /no/such: no",
     ):
         open_llm(target[0], "draft_model", plugins={"spec_decode": {"draft_model": "/no/such"}})

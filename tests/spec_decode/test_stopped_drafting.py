@@ -16,7 +16,7 @@ from deepinfer_spec_decode.schedule import ENOUGH, PROBED, ConfidenceSchedule
 from deepinfer_spec_decode.waiting import WaitingRows
 from test_deepseek_v4 import BLOCK, PROMPTS, open_llm, recorded
 from v4.support import random_tokens
-from v4_drafters import V4, dspark, mtp
+from v4_drafters import V4, assert_confident, dspark, mtp
 
 from deepinfer_core import SamplingParams
 from deepinfer_core.api import ModelBatch
@@ -85,7 +85,7 @@ def check(
         else:
             drafts, logits = v4.block(m.past)
             assert m.tokens == drafts, len(m.past)
-            assert m.confidence == pytest.approx(torch.tensor(logits).sigmoid().tolist(), abs=1e-3)
+            assert_confident(m.confidence, logits)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])

@@ -78,6 +78,13 @@ class V4:
         return int(draft_oracle.mtp(self.stage, self.extra, streams, tokens[1:])[-1].argmax())
 
 
+def assert_confident(said: list[float], logits: list[float]) -> None:
+    """What was said is the sigmoid of these logits. They are sums of terms in the hundreds, so that float32 moves them
+    by a hundredth; another context moves them by hundreds."""
+    low, high = ((torch.tensor(logits) + by).sigmoid() for by in (-0.05, 0.05))
+    assert ((torch.tensor(said) > low - 1e-6) & (torch.tensor(said) < high + 1e-6)).all(), (said, logits)
+
+
 def dspark(root: Path, *, heads: bool = True, seed: int = 21) -> V4:
     main = random_model(seed)
     stage = stages(seed + 2, 3, main)

@@ -12,7 +12,8 @@ import click
 from deepinfer_core.api import CommandHost, ConfigError
 
 from .calibration import FILE_NAME, GREEDY
-from .needs import drafter_path
+from .needs import drafter_path, shipped
+from .reliability import check_plot
 from .sts import PLAIN, Array, Records, fit
 
 RULES = ("exact", "rejection", GREEDY)
@@ -21,7 +22,11 @@ RULES = ("exact", "rejection", GREEDY)
 @click.command(name="calibrate-drafter")
 @click.option("--model", required=True, help="Checkpoint of the target.")
 @click.option("--method", default="dspark", show_default=True, help="Drafter, as in speculation.method.")
-@click.option("--drafter", default="", help="Checkpoint of the draft module; empty: it is in the target's.")
+@click.option(
+    "--drafter",
+    default="",
+    help="Checkpoint of the draft module, or of the smaller model of draft_model; empty: it is in the target's.",
+)
 @click.option(
     "--prompts",
     "file",
@@ -75,12 +80,9 @@ def calibrate(
         raise ConfigError(f"--prompts {file}: expected at least 2 prompts, one a line")
     results: dict[str, Any] = {}
     shown: dict[str, tuple[Records, Array]] = {}
-    path = Path(out) if out else Path(drafter_path(drafter) or model) / FILE_NAME
-    if not path.parent.is_dir():
-        missing = f"--out {out}: its folder does not exist"
-        raise ConfigError(missing if out else f"--out: {model!r} is no directory to put {FILE_NAME} in: say where")
-    if plot and not Path(plot).absolute().parent.is_dir():
-        raise ConfigError(f"--plot {plot}: its folder does not exist")
+    path = place(out, drafter, model)
+    if plot:
+        check_plot(Path(plot))
     for rule in RULES:
         click.echo(f"{rule}: {len(prompts)} prompts of up to {max_tokens} tokens", err=True)
         verify = "rejection" if rule == "rejection" else "exact"
@@ -91,7 +93,7 @@ def calibrate(
                 "speculation.verify": verify,
                 "speculation.schedule": "fixed",
                 "speculation.max_draft_tokens": draft_tokens,
-                "plugins.spec_decode.drafter": drafter,
+                f"plugins.spec_decode.{'draft_model' if method == 'draft_model' else 'drafter'}": drafter,
                 "plugins.spec_decode.calibration": "off",
                 "plugins.spec_decode.record_file": str(record),
             }
@@ -140,6 +142,29 @@ def calibrate(
         click.echo(f"drawn: {plot}")
     if as_json:
         click.echo(json.dumps({"method": method, "path": str(path), "rules": results}))
+
+
+def place(out: str, drafter: str, model: str) -> Path:
+    """The file to write: the one named, or beside the checkpoint that has the drafter.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if out:
+        path = Path(out)
+        if path.is_dir():
+            raise ConfigError(f"--out {out}: is a folder: name a file in it, as {path / FILE_NAME}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"--out {out}: its folder does not exist")
+        return path
+    beside = Path(drafter_path(drafter) or model)
+    if not beside.is_dir():
+        option, name = ("--drafter", drafter) if drafter else ("--model", model)
+        known = f", or one that comes with the plugin ({', '.join(shipped())})" if drafter else ""
+        raise ConfigError(
+            f"{option} {name}: is no directory to put {FILE_NAME} in: name one{known}, or say with --out where to write"
+        )
+    return beside / FILE_NAME
 
 
 def read_prompts(path: Path) -> list[str]:

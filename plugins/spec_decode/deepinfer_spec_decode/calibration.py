@@ -76,7 +76,8 @@ def calibration_for(context: DrafterContext, method: str, settings: Settings, *,
     """
     if context.temperatures is not None:
         return Calibration(Scaling(tuple(context.temperatures)))
-    path = Path(drafter_path(settings.drafter) or context.target) / FILE_NAME
+    own = settings.draft_model if method == "draft_model" else settings.drafter
+    path = Path(drafter_path(own) or context.target) / FILE_NAME
     if settings.calibration == "off" or not path.is_file():
         return Calibration()
     found = Calibration(read_scaling(path, method, context.rule) or PLAIN, read_scaling(path, method, GREEDY))

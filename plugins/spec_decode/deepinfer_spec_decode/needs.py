@@ -27,7 +27,7 @@ def draft_model(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
             "speculation.method='draft_model': which? set plugins.spec_decode.draft_model to a checkpoint of the "
             "target's vocabulary"
         )
-    return DrafterNeeds(reads="module", checkpoint=settings.draft_model)
+    return DrafterNeeds(reads="module", checkpoint=settings.draft_model, setting="plugins.spec_decode.draft_model")
 
 
 _DSPARK = {"DeepseekV4ForCausalLM": "DeepseekV4DSpark", "Qwen3ForCausalLM": "Qwen3DSparkModel"}
@@ -43,7 +43,7 @@ def dspark(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
     architecture = _module_of("dspark", _DSPARK, target)
     if architecture == "Qwen3DSparkModel" and not settings.drafter:
         raise ConfigError("speculation.method='dspark': set plugins.spec_decode.drafter to a draft checkpoint")
-    return DrafterNeeds(reads="module", architecture=architecture, checkpoint=drafter_path(settings.drafter))
+    return _module(architecture, settings)
 
 
 def mtp(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
@@ -52,8 +52,17 @@ def mtp(settings: Settings, target: Mapping[str, Any]) -> DrafterNeeds:
     Raises:
         ConfigError: there is none for such a target.
     """
-    architecture = _module_of("mtp", _MTP, target)
-    return DrafterNeeds(reads="module", architecture=architecture, checkpoint=drafter_path(settings.drafter))
+    return _module(_module_of("mtp", _MTP, target), settings)
+
+
+def _module(architecture: str, settings: Settings) -> DrafterNeeds:
+    return DrafterNeeds(
+        reads="module",
+        architecture=architecture,
+        checkpoint=drafter_path(settings.drafter),
+        setting="plugins.spec_decode.drafter",
+        names=shipped(),
+    )
 
 
 def _module_of(method: str, known: Mapping[str, str], target: Mapping[str, Any]) -> str:
@@ -69,6 +78,11 @@ def _module_of(method: str, known: Mapping[str, str], target: Mapping[str, Any])
 
 SHIPPED = Path(__file__).parent / "drafters"
 """Draft modules that come with the plugin, one directory each."""
+
+
+def shipped() -> list[str]:
+    """Their names."""
+    return sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
 
 
 def drafter_path(name: str) -> str | None:

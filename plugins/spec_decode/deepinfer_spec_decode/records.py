@@ -6,14 +6,26 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepinfer_core.api import Verified
+from deepinfer_core.api import ConfigError, Verified
 
 
 class Recorder:
-    """Appends verdicts to a file; to none when its name is empty."""
+    """Appends verdicts to a file; to none when its name is empty.
+
+    Raises:
+        ConfigError: it cannot be written to.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
+        if self._path is not None:
+            try:
+                self._path.open("a", encoding="utf-8").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"plugins.spec_decode.record_file = {path!r}: cannot be written ({error.strerror}): name a file in "
+                    "a folder that is there"
+                ) from error
 
     @property
     def records(self) -> bool:

@@ -21,16 +21,27 @@ def points(records: Records, survival: Array) -> tuple[list[float], list[float]]
     return [float(said[bins == b].mean()) for b in used], [float(came[bins == b].mean()) for b in used]
 
 
-def draw(path: Path, shown: Mapping[str, tuple[Records, Array]]) -> None:
-    """One panel for each verification rule, before and after; ``shown`` has the survival after.
+def check_plot(path: Path) -> None:
+    """Whether :func:`draw` can write there: known before anything is generated.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, knows no such format, or the folder does not exist.
     """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: its folder does not exist")
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'deepinfer-spec-decode[plot]'") from error
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"--plot {path}: expected a file name that ends in one of {', '.join(sorted(formats))}")
+
+
+def draw(path: Path, shown: Mapping[str, tuple[Records, Array]]) -> None:
+    """One panel for each verification rule, before and after; ``shown`` has the survival after."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.5 * len(shown), 4.2), layout="constrained")
     axes: Any = figure.subplots(1, len(shown), squeeze=False)[0]
     for axis, (rule, (records, after)) in zip(axes, shown.items(), strict=True):
