@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from speculating import check_same, drafting, pair, random_params, random_prompts
 from toys.checkpoints import open_toy, write_toy
 from toys.checks import assert_clean
@@ -175,5 +176,30 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     speculator = fast.engine.core.speculator
     assert speculator is not None
     assert speculator.accepted == speculator.proposed > 150
+    plain.close()
+    fast.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_a_draft_that_cannot_be_drawn_costs_one_request_its_drafts(tmp_path: Path, ahead: bool) -> None:
+    """The draft model's logits of the first request are NaN: no id below 0 reaches a model, whose embedding has no such
+    row, and the others' drafts are as good as ever."""
+    directory = write_toy(tmp_path / "toy", "PrefixHash")
+    settings = drafting("draft_model", depth=3, plugins__spec_decode__draft_model=str(directory))
+    plain, fast = pair(directory, settings, scheduling__async_scheduling=ahead)
+    speculator: Any = fast.engine.core.speculator
+    model, lowest = speculator.drafter._model, []
+    model.before = lambda batch: lowest.append(int(batch.token_ids.min()))
+    logits = model.logits
+
+    def partly_nan(hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = logits(hidden)
+        found[0] = float("nan")
+        return found
+
+    model.logits = partly_nan
+    check_same(plain, fast, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], SamplingParams(temperature=0, max_tokens=13))
+    assert min(lowest) >= 0
+    assert speculator.accepted == speculator.proposed > 12
     plain.close()
     fast.close()

@@ -80,7 +80,8 @@ class DraftModel:
         tokens = step.state.history[step.slots, step.anchors].to(torch.int64)
         drafts = SpokenDrafts(step, self._rule)
         for j in range(step.depth):
-            batch = step.block(tokens[:, None], j)
+            # A request whose draft could not be drawn has id -1: no model has a row for it, and others go on.
+            batch = step.block(tokens.clamp(min=0)[:, None], j)
             tokens = drafts.draw(self._model.logits(self._model.forward(batch, self._model.plan(batch))))
         return drafts.proposal(self._calibration)
 
