@@ -93,7 +93,7 @@ class PlannedDrafter:
             "draft schedule": f"{speculation.schedule}, at most {speculation.max_draft_tokens} drafts of a request",
         }
         if speculation.schedule == "confidence":
-            facts["cost table"] = "measured when the engine starts"
+            facts["cost table"] = "measured when the engine starts, or read from where an earlier start kept it"
         if module is not None:
             facts["draft module"] = f"{module.spec.architecture} from {module.path}"
         return facts

@@ -148,5 +148,5 @@ def test_explain_shows_what_was_decided() -> None:
     assert facts["drafter"] == "spec_decode:dspark, reads a draft module"
     assert facts["verification"].startswith("rejection sampling for requests without a seed, exact for all others")
     assert facts["draft schedule"] == "confidence, at most 5 drafts of a request"
-    assert facts["cost table"] == "measured when the engine starts"
+    assert facts["cost table"].startswith("measured when the engine starts, or read")
     assert facts["draft module"].startswith("DeepseekV4DSpark from ")
