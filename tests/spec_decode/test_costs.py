@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from collections.abc import Callable
@@ -306,6 +307,28 @@ def test_the_schedule_measures_once(tmp_path: Path) -> None:
     assert at(again.costs, 4) == pytest.approx([0.004])
     assert foreign.read_text() == "mine"
     assert json.loads(next(tmp_path.glob("step_costs_*")).read_text())["key"].items() >= KEY.items()
+
+
+@pytest.mark.parametrize("step", ["mkdir", "fsync", "replace"])
+def test_a_table_that_cannot_be_kept_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A file stands where the directory should be; the disk is full; the name cannot be taken."""
+    directory = tmp_path / "cache"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if step == "mkdir":
+        directory.write_text("mine")
+    else:
+        monkeypatch.setattr(cost_cache.os, step, full)
+    made = ConfidenceSchedule(Settings(cost_cache=str(directory)))
+    said = made.start(lambda rows, each=1: 0.001 * rows, [1, 2, 4], KEY)
+    assert said.startswith("measured now, 3 step sizes up to 4 rows, and again at the next start: ")
+    assert f"plugins.spec_decode.cost_cache {directory}: " in said
+    assert at(made.costs, 4) == pytest.approx([0.004])
+    assert directory.read_text() == "mine" if step == "mkdir" else not list(directory.iterdir())
 
 
 def schedule(milliseconds: Callable[[int], float], probe_steps: int = 8) -> ConfidenceSchedule:

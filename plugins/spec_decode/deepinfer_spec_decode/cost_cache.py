@@ -51,15 +51,20 @@ def load(path: Path, max_age: float, clock: Callable[[], float] = time.time) -> 
 
 def save(
     path: Path, key: Mapping[str, str], table: Table, draft_share: float, clock: Callable[[], float] = time.time
-) -> None:
-    """Write a table whole or not at all. A directory that cannot be written to is no reason to fail."""
+) -> str:
+    """Write a table whole or not at all: "", or why not. A directory that cannot be written to is no reason to fail."""
     text = json.dumps({"created": clock(), "key": dict(key), "table": table, "draft_share": draft_share})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
-    except OSError:
-        return
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""

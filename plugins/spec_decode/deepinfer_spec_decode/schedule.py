@@ -109,8 +109,8 @@ class ConfidenceSchedule:
                 return "none: the memory has no room for a step of one row; every row is taken to cost the same"
             known = table, measure_draft_share(measure, table)
             source = f"measured now, {len(table)} step sizes up to {table[-1][0]} rows"
-            if path is not None:
-                save(path, key, *known)
+            if path is not None and (why := save(path, key, *known)):
+                source += f", and again at the next start: plugins.spec_decode.cost_cache {path.parent}: {why}"
         costs = StepCosts(*known)
         self._costs_began(costs)
         cheaper = f"; a draft costs {costs.draft_share:.2f} of a request's row" if costs.draft_share < 1 else ""
