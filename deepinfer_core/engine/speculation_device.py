@@ -34,7 +34,7 @@ from .sampler import Sampler
 from .speculation import accepted_drafts, judged_places, judged_rows, last_tokens
 from .speculation_idle import IdleRows, IdleSteps, joined
 from .speculation_plan import DraftTurn, first_come, survival
-from .speculation_rows import BlockRows, Pending, Proposed, TargetRows
+from .speculation_rows import BlockRows, Pending, Proposed, TargetRows, check_proposal
 from .step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -377,16 +377,8 @@ class DraftRuntime:
         return tokens, processed if rejects is not None else None
 
     def _keep(self, proposal: Proposal, slots: Array, anchors: Array) -> Proposed:
+        check_proposal(proposal, len(slots), self.depth, self.vocab_size)
         tokens = self.device.download(proposal.tokens)[:, : self.depth]
-        if tokens.ndim != 2 or len(tokens) != len(slots) or tokens.dtype.kind not in "iu":
-            raise TypeError(f"drafts of shape {proposal.tokens.shape}, {proposal.tokens.dtype}: expected int64 [R, n]")
-        count = tokens.shape[1]
-        for name, rest in (("confidence", ()), ("notes", ()), ("scores", (self.vocab_size,))):
-            given = getattr(proposal, name)
-            if given is not None and (given.shape[0], *given.shape[2:]) != (len(slots), *rest):
-                raise TypeError(f"{name} of shape {tuple(given.shape)}: expected [R, n{', V' * len(rest)}]")
-            if given is not None and given.shape[1] < count:
-                raise TypeError(f"{name} of {given.shape[1]} drafts: expected those of all {count}")
         good = np.logical_and.accumulate((tokens >= 0) & (tokens < self.token_limit), axis=1)
         confidence = None
         if proposal.confidence is not None:

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from deepinfer_core.api import ModelBatch
+from deepinfer_core.api import ModelBatch, Proposal
 
 from .step_plan import StepPlan
 
@@ -56,6 +56,27 @@ class Pending:
     chances: Array
     scores: torch.Tensor | None
     notes: Array | None
+
+
+def check_proposal(proposal: Proposal, requests: int, depth: int, vocab_size: int) -> None:
+    """Refuse what the next step could not verify, while it costs drafts alone.
+
+    Raises:
+        TypeError: a tensor has another shape than :class:`Proposal` says, or the tokens are no integers.
+    """
+    tokens = proposal.tokens
+    whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    if tokens.ndim != 2 or len(tokens) != requests or not whole:
+        raise TypeError(f"drafts of shape {tuple(tokens.shape)}, {tokens.dtype}: expected int64 [{requests}, n]")
+    least = min(depth, tokens.shape[1])
+    for name, rest in (("confidence", ()), ("notes", ()), ("scores", (vocab_size,))):
+        given = getattr(proposal, name)
+        if given is None:
+            continue
+        shape = tuple(given.shape)
+        if len(shape) != 2 + len(rest) or (shape[0], *shape[2:]) != (requests, *rest) or shape[1] < least:
+            wanted = ", ".join(map(str, (requests, least, *rest)))
+            raise TypeError(f"{name} of shape {shape}: expected [{wanted}], as many drafts as there are tokens")
 
 
 @attrs.frozen(kw_only=True)
