@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,21 @@ def drafting(method: str, depth: int = 5, **more: Any) -> dict[str, Any]:
         "plugins__paths": ["toys.plugin", "toys.device_drafters"],
         **more,
     }
+
+
+def fix_seeds(llm: LLM, base: int = 0) -> None:
+    """Requests without a seed get the same ones in every run of a test, others for another base; so does the noise that
+    drafts under the rejection rule are drawn with. They count as requests without a seed as before."""
+    inner, count = llm.engine.intake.request, itertools.count(base)
+
+    def request(*args: Any, **kwargs: Any) -> Any:
+        made = inner(*args, **kwargs)
+        made.seed = (next(count) * 0x9E3779B97F4A7C15 + 1) % 2**64
+        return made
+
+    llm.engine.intake.request = request  # type: ignore[method-assign]
+    if (runtime := llm.engine.core.runner.drafting) is not None:
+        runtime._generator.manual_seed(11)
 
 
 def tell(outputs: Sequence[RequestOutput]) -> None:

@@ -258,6 +258,7 @@ def test_a_draft_model_is_calibrated_beside_its_own_checkpoint(tmp_path: Path) -
         (["--plot", "p.xyz"], "--plot p.xyz: expected a file name that ends in one of"),
         (["--draft-tokens", "0"], "'--draft-tokens': 0 is not in the range"),
         (["--max-tokens", "0"], "'--max-tokens': 0 is not in the range"),
+        (["--temperature", "0"], "'--temperature': 0.0 is not in the range x>0"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(

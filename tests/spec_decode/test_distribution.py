@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepinfer_spec_decode.cost_table import StepCosts
 from scipy.stats import chisquare
-from speculating import drafting
+from speculating import drafting, fix_seeds
 from toys.checkpoints import open_toy, write_toy
 
 from deepinfer_core import LLM, SamplingParams
@@ -194,26 +194,11 @@ def test_the_engine_by_rejection(tmp_path: Path, certain: bool, schedule: str, a
         scheduling__async_scheduling=ahead,
     )
     llm = open_toy(directory, **settings)
-    runtime = llm.engine.core.runner.drafting
-    assert runtime is not None
-    runtime._generator.manual_seed(11)
     params = [SamplingParams(temperature=1.0, max_tokens=12, seed=None) for _ in range(300)]
-    _fix_seeds(llm)
+    fix_seeds(llm)
     texts = _texts(llm, params)
     assert llm.engine.core.speculator.accepted > 100  # type: ignore[union-attr]
     assert _pair_p(texts) > SMALLEST_P
-
-
-def _fix_seeds(llm: LLM) -> None:
-    """Requests without a seed get the same ones in every run of the test."""
-    inner, count = llm.engine.intake.request, iter(range(10**6))
-
-    def request(*args: Any, **kwargs: Any) -> Any:
-        made = inner(*args, **kwargs)
-        made.seed = (next(count) * 0x9E3779B97F4A7C15 + 1) % 2**64
-        return made
-
-    llm.engine.intake.request = request  # type: ignore[method-assign]
 
 
 def test_the_engine_exactly_over_seeds(tmp_path: Path) -> None:
@@ -257,7 +242,6 @@ def test_a_schedule_that_verifies_the_likely_drafts(tmp_path: Path, ahead: bool,
     core = llm.engine.core
     assert core.runner.drafting is not None
     assert core.planner.drafting is not None
-    core.runner.drafting._generator.manual_seed(11)
     schedule: Any = core.planner.drafting.schedule
     schedule.costs = StepCosts([(1, 8.5), (101, 58.5)])  # of 16 requests, drafts with a chance of one half pay
     schedule.costs.observe = schedule.observe = lambda cost: None
@@ -274,7 +258,7 @@ def test_a_schedule_that_verifies_the_likely_drafts(tmp_path: Path, ahead: bool,
 
         core.step = step_and_drain  # type: ignore[method-assign]
     params = [SamplingParams(temperature=1.0, max_tokens=12, seed=None) for _ in range(400)]
-    _fix_seeds(llm)
+    fix_seeds(llm)
     texts = _texts(llm, params)
     speculator = core.speculator
     assert speculator is not None

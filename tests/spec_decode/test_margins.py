@@ -20,6 +20,7 @@ from deepinfer_spec_decode.margins import LARGEST, Margins
 from deepinfer_spec_decode.sts import PLAIN, Records, Scaling, fit, logits_of, tempered
 from scipy.optimize import minimize
 from scipy.stats import chi2_contingency
+from speculating import fix_seeds
 from test_deepseek_v4 import PROMPTS, open_llm
 from v4_drafters import V4, dspark, mtp
 
@@ -265,6 +266,7 @@ def test_tokens_under_rejection_are_distributed_as_without(v4: V4, ahead: bool) 
                 schedule.costs = StepCosts([(1, 4.0), (401, 44.0)])
                 schedule.costs.observe = schedule.observe = lambda cost: None
                 schedule.drafts = lambda requests, fresh: requests
+            fix_seeds(llm, base=len(found) * 10**6)
             outputs = llm.generate([{"prompt_token_ids": PROMPTS[3]}] * 300, params)
             if core.speculator is not None:
                 assert 100 < core.speculator.proposed < 1400

@@ -1,7 +1,8 @@
 """Rejection sampling beside everything that shapes a distribution: what requests say stays as likely as without drafts.
 
 The target's logits depend on the whole prefix, the drafter's on its last tokens alone, so that drafts are right
-sometimes. Compared are whole outputs of an engine with drafts and of one without, by chi-square. Seeds are fixed.
+sometimes. Compared are whole outputs of an engine with drafts and one without, by chi-square. Seeds and costs of steps
+are fixed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deepinfer_spec_decode.cost_table import StepCosts
 from scipy.stats import chi2_contingency
-from speculating import drafting
+from speculating import drafting, fix_seeds
 from test_distribution import SMALLEST_P
 from toys.checkpoints import open_toy, write_toy
 
@@ -39,14 +41,7 @@ SHAPED: Mapping[str, dict[str, Any]] = {
 
 def outputs(llm: LLM, params: dict[str, Any], base: int) -> Counter[tuple[int, ...]]:
     """How often each output came; every request with another seed that the user did not give."""
-    inner, count = llm.engine.intake.request, iter(range(base, base + 10**6))
-
-    def request(*args: Any, **kwargs: Any) -> Any:
-        made = inner(*args, **kwargs)
-        made.seed = (next(count) * 0x9E3779B97F4A7C15 + 1) % 2**64
-        return made
-
-    llm.engine.intake.request = request  # type: ignore[method-assign]
+    fix_seeds(llm, base)
     several = params.get("n", 1)
     options = {"temperature": 1.0, **params, "max_tokens": TOKENS, "seed": None}
     found = llm.generate([[1, 3, 0]] * (REQUESTS // several), SamplingParams(**options))
@@ -91,11 +86,11 @@ def test_outputs_are_as_likely_as_without_drafts(tmp_path: Path, shape: str, sch
         core = fast.engine.core
         assert core.runner.drafting is not None
         assert core.planner.drafting is not None
-        core.runner.drafting._generator.manual_seed(17)
         if schedule == "confidence":
-            odd: Any = core.planner.drafting.schedule
-            odd.drafts = lambda requests, fresh: requests
-            odd.observe = lambda cost: None
+            made: Any = core.planner.drafting.schedule
+            made.costs = StepCosts([(1, 32.5), (101, 82.5)])  # of 64 requests, drafts with a chance of half pay
+            made.observe = lambda cost: None
+            made.drafts = lambda requests, fresh: requests
         found = outputs(fast, SHAPED[shape], 10**7)
         assert core.speculator is not None
         assert core.speculator.failures == 0

@@ -38,7 +38,13 @@ RULES = ("exact", "rejection", GREEDY)
 @click.option(
     "--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens generated for a prompt."
 )
-@click.option("--temperature", default=1.0, show_default=True, help="Of the requests.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Of the requests that are drawn; greedy ones are calibrated as well.",
+)
 @click.option(
     "--bias/--no-bias",
     default=True,
