@@ -30,7 +30,7 @@ def drawn(source: random.Random, q_heads: int, kv_heads: int, dtype: str, invari
         kv_heads=kv_heads,
         head_dim=dim,
         dtype=dtype,
-        cache_dtype=dtype,
+        cache_dtype=source.choice([dtype, dtype, "float8_e4m3fn"]),
         scale=source.choice([1.0, 0.3, 0.0]) * dim**-0.5,
         block_size=source.choice([1, 7, 16, 32, 48, 64, 128]),
         window=source.choice([None, None, source.randrange(1, 90)]),
@@ -74,31 +74,34 @@ def compare(source: random.Random, request: PagedAttentionRequest) -> None:
     dtype: torch.dtype = getattr(torch, request.dtype)
     step, blocks = layout(rows, contexts, request.block_size)
     shape = (blocks * request.block_size, request.kv_heads, request.head_dim)
-    cache = {name: torch.full(shape, float("nan"), dtype=dtype) for name in ("key", "value")}
+    kept: torch.dtype = getattr(torch, request.cache_dtype)
+    cache = {name: torch.full(shape, float("nan")).to(kept) for name in ("key", "value")}
     # Queries are a view of the merged product, whose other columns are not attention's.
     merged = torch.randn(sum(rows), request.q_heads + 2, request.head_dim, generator=draw).to(dtype)
     query = merged[:, 1:-1]
     sinks = torch.randn(request.q_heads, generator=draw) * 2 if request.sinks else None
-    expected, first = [], 0
+    expected, first, read = [], 0, {}
     for number, (count, context) in enumerate(zip(rows, contexts, strict=True)):
         token = torch.arange(context)
         place = step.block_table[number].long()[token // request.block_size] * request.block_size
         place += token % request.block_size
         for name in ("key", "value"):
-            fresh = torch.randn(context, *shape[1:], generator=draw).to(dtype)
-            cache[name][place] = fresh
+            fresh = torch.randn(context, *shape[1:], generator=draw).to(kept)
+            bits = torch.uint8 if fresh.element_size() == 1 else kept  # torch moves no elements in FP8
+            cache[name].view(bits)[place] = fresh.view(bits)
+            read[name] = fresh.double()
         expected.append(
             formula(
                 request,
                 query[first : first + count].double(),
-                cache["key"][place].double(),
-                cache["value"][place].double(),
+                read["key"],
+                read["value"],
                 None if sinks is None else sinks.double(),
             )
         )
         first += count
     paged: dict[str, Any] = {
-        name: here(kept.view(blocks, request.block_size, *shape[1:])) for name, kept in cache.items()
+        name: here(rows_of.view(blocks, request.block_size, *shape[1:])) for name, rows_of in cache.items()
     }
     op, where = operator(request), here(step)
     found = op.run(here(merged)[:, 1:-1], paged, op.plan(where), None if sinks is None else here(sinks))
