@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from deepinfer_nvidia_sm100 import plugin, probe
 
@@ -20,7 +21,7 @@ A100 = {"name": "NVIDIA A100", "major": 8, "minor": 0, "multiprocessors": 108, "
 
 
 def machine(tmp_path: Path, files: int = 1) -> ProbeEnv:
-    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev").mkdir(parents=True)
     for name in ("nvidiactl", *(f"nvidia{n}" for n in range(files))):
         (tmp_path / "dev" / name).touch()
     return ProbeEnv(environ={"A": "1"}, root=str(tmp_path))
@@ -63,19 +64,40 @@ def test_a_driver_that_hides_all_devices(tmp_path: Path) -> None:
     assert probe.find(machine(tmp_path), answering()).reason == "the driver shows no device"
 
 
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        (answering(), "the driver shows no device"),
+        (answering(A100), "NVIDIA A100 has compute capability 8.0; supported: 9.0, 10.0, 10.3"),
+    ],
+)
+@pytest.mark.parametrize("visible", ["", "1,0"])
+def test_what_hides_devices_is_named_with_its_value(
+    tmp_path: Path, query: probe.Query, said: str, visible: str
+) -> None:
+    env = attrs.evolve(machine(tmp_path), environ={"CUDA_VISIBLE_DEVICES": visible})
+    assert probe.find(env, query).reason == f"{said}; CUDA_VISIBLE_DEVICES is {visible!r}"
+
+
 def test_a_missing_driver_is_a_reason(tmp_path: Path) -> None:
     def missing(environ: Mapping[str, str]) -> Mapping[str, Any]:
-        raise probe.NoDriver("libcuda.so.1: cannot open shared object file")
+        raise probe.NoDriver("libcuda.so.1: cannot open shared object file: no such file")
 
     found = probe.find(machine(tmp_path), missing)
     assert not found.devices
     assert "nvidia0 found, but no working driver: libcuda.so.1: cannot open" in found.reason
+    assert not found.reason.endswith("CUDA_VISIBLE_DEVICES is ''")
+    hidden = attrs.evolve(machine(tmp_path / "hidden"), environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert probe.find(hidden, missing).reason.endswith("such file; CUDA_VISIBLE_DEVICES is ''")
 
 
 FAKE_DRIVER = """
 #include <string.h>
 #include <stddef.h>
 int cuInit(unsigned f) { return REFUSES; }
+#if NAMES
+int cuGetErrorString(int e, const char **s) { if (e != 100) return 1; *s = "no device is detected"; return 0; }
+#endif
 int cuDriverGetVersion(int *v) { *v = 12080; return 0; }
 int cuDeviceGetCount(int *n) { *n = 2; return 0; }
 int cuDeviceGet(int *d, int i) { *d = i; return 0; }
@@ -89,10 +111,10 @@ int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : a == 76 ? 0 
 def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A driver library with two devices, or one that refuses."""
 
-    def make(refuses: int = 0) -> None:
+    def make(refuses: int = 0, names: int = 1) -> None:
         source, library = tmp_path / "driver.c", tmp_path / "libfake.so"
         source.write_text(FAKE_DRIVER)
-        built = ["cc", "-shared", "-fPIC", f"-DREFUSES={refuses}", "-o", str(library), str(source)]
+        built = ["cc", "-shared", "-fPIC", f"-DREFUSES={refuses}", f"-DNAMES={names}", "-o", str(library), str(source)]
         try:
             subprocess.run(built, check=True, capture_output=True)
         except OSError:
@@ -116,9 +138,13 @@ def test_the_driver_is_asked_in_a_process_of_its_own(fake_driver: Any) -> None:
     }
 
 
-def test_a_driver_that_refuses_says_so(fake_driver: Any) -> None:
-    fake_driver(refuses=100)
-    with pytest.raises(probe.NoDriver, match="cuInit failed with error 100"):
+@pytest.mark.parametrize(
+    ("refuses", "names", "said"),
+    [(100, 1, "error 100, no device is detected$"), (804, 1, "error 804$"), (100, 0, "error 100$")],
+)
+def test_a_driver_that_refuses_says_so(fake_driver: Any, refuses: int, names: int, said: str) -> None:
+    fake_driver(refuses, names)
+    with pytest.raises(probe.NoDriver, match=f"cuInit failed with {said}"):
         probe.ask_driver({})
 
 
@@ -163,7 +189,6 @@ print("torch" in sys.modules, "triton" in sys.modules)
 
 
 def test_providers_serve_no_other_backend() -> None:
-    import attrs
     from gpu_support import HOOKS, INFO
 
     other = attrs.evolve(INFO, backend="acme")

@@ -18,7 +18,14 @@ def query(library: str) -> dict[str, object]:
     def call(name: str, *arguments: object) -> None:
         error = getattr(cuda, name)(*arguments)
         if error:
-            raise OSError(f"{name} failed with error {error}")
+            raise OSError(f"{name} failed with error {error}{said_of(error)}")
+
+    def said_of(error: int) -> str:
+        text = ctypes.c_char_p()
+        known = getattr(cuda, "cuGetErrorString", None)
+        if known is None or known(error, ctypes.byref(text)) or not text.value:
+            return ""
+        return f", {text.value.decode(errors='replace')}"
 
     number = ctypes.c_int()
 

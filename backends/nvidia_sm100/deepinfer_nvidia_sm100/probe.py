@@ -66,10 +66,12 @@ def find(env: ProbeEnv, query: Query = ask_driver) -> Findings:
     files = sorted(path.name for path in Path(env.root, "dev").glob("nvidia[0-9]*"))
     if not files:
         return Findings((), f"no device file {Path(env.root, 'dev', 'nvidia0')}")
+    chosen = env.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = "" if chosen is None else f"; CUDA_VISIBLE_DEVICES is {chosen!r}"
     try:
         answer = query(env.environ)
     except NoDriver as error:
-        return Findings((), f"{', '.join(files)} found, but no working driver: {error}")
+        return Findings((), f"{', '.join(files)} found, but no working driver: {error}{visible}")
     kinds: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for device in answer["devices"]:
         kinds.setdefault((device["name"], device["major"], device["minor"]), []).append(device)
@@ -80,8 +82,8 @@ def find(env: ProbeEnv, query: Query = ask_driver) -> Findings:
         else:
             others.append(f"{name} has compute capability {major}.{minor}")
     known = ", ".join(f"{a}.{b}" for a, b in CAPABILITIES)
-    none = "the driver shows no device" if not kinds else ""
-    return Findings(tuple(devices), f"{'; '.join(others)}; supported: {known}" if others else none)
+    none = f"the driver shows no device{visible}" if not kinds else ""
+    return Findings(tuple(devices), f"{'; '.join(others)}; supported: {known}{visible}" if others else none)
 
 
 def _info(
