@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepinfer_nvidia_sm100.ops import lagging
+from deepinfer_nvidia_sm100.ops import lagging, logprobs
 from deepinfer_nvidia_sm100.ops import temperature as two_readings
 from gpu_support import DEVICE, here, operator
 from reference_support import batch
@@ -219,6 +219,21 @@ def test_logprobs(k: int) -> None:
     assert torch.equal(found.top_ids.cpu(), expected.top_ids)
     for ours, theirs in ((found.chosen, expected.chosen), (found.top, expected.top)):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_alternatives_of_a_prompt_are_selected_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    plain = logprobs._best
+    monkeypatch.setattr(logprobs, "TOGETHER", 3)
+    monkeypatch.setattr(logprobs, "_best", lambda logits, k: rows.append(len(logits)) or plain(logits, k))
+    logits, ids = (normal(8, 90) * 3).round(decimals=1), torch.arange(8)
+    request = SamplingRequest(stage="logprobs", vocab_size=90)
+    found = operator(request).run(here(logits), here(ids), 5)
+    expected = reference(request).run(logits, ids, 5)
+    assert rows == [3, 3, 2]
+    assert torch.equal(found.top_ids.cpu(), expected.top_ids)
+    torch.testing.assert_close(found.top.cpu(), expected.top, rtol=1e-5, atol=1e-5)
+    assert operator(request).run(here(logits[:0]), here(ids[:0]), 5).top.shape == (0, 5)
 
 
 def test_no_rows() -> None:

@@ -12,6 +12,8 @@ import triton.language as tl
 from deepinfer_core.api import BuildContext, LogprobsResult, SamplingRequest
 
 BLOCK = 4096
+TOGETHER = 256
+"""Rows whose alternatives are selected at once: keys take three times the logits' memory, of prompts gigabytes."""
 
 
 @triton.jit
@@ -61,7 +63,7 @@ class Logprobs:
             chosen_kernel[(rows,)](
                 logits, token_ids, chosen, rank, total, vocab_size, logits.stride(0), BLOCK=BLOCK, num_warps=8
             )
-        top_ids = _best(logits, min(k, vocab_size))
+        top_ids = torch.cat([_best(some, min(k, vocab_size)) for some in logits.split(TOGETHER)])
         return LogprobsResult(chosen=chosen, rank=rank, top_ids=top_ids, top=logits.gather(1, top_ids) - total[:, None])
 
 
