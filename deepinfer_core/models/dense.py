@@ -37,6 +37,7 @@ from deepinfer_core.api import (
 from .between_parts import BetweenByParts
 from .config_fields import one_of, real, rope_fields, whole
 from .dense_regions import dense_regions
+from .plain_weights import refuse_companions, refuse_quantised
 
 LayerKind = Literal["full", "window"]
 
@@ -67,6 +68,7 @@ class DenseConfig:
     def read(cls, config: Mapping[str, Any]) -> DenseConfig:
         qwen3 = "Qwen3ForCausalLM" in config.get("architectures", ())
         one_of(config, "hidden_act", ("silu",), "silu")
+        refuse_quantised(config)
         layers, hidden, heads = (whole(config, n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         kv_heads = whole(config, "num_key_value_heads", heads)
         head_dim = whole(config, "head_dim", hidden // heads)
@@ -244,6 +246,8 @@ class DenseModel:
             for kind in dict.fromkeys(c.kinds)
         )
         ops = _requests(c, options, max_model_len)
+        tensors = _tensors(c)
+        refuse_companions(tensors, options.stored)
         return ModelSpec(
             architecture="Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM",
             vocab_size=c.vocab,
@@ -254,7 +258,7 @@ class DenseModel:
             cache_groups=groups,
             ops=ops,
             regions=dense_regions(c, ops),
-            tensors=_tensors(c),
+            tensors=tensors,
         )
 
     @classmethod

@@ -35,6 +35,7 @@ from deepinfer_core.api import (
 from .config_fields import whole
 from .dense import DenseConfig
 from .drafted_block import Choose, DraftedBlock, greedy
+from .plain_weights import refuse_companions
 
 ARCHITECTURE = "Qwen3DSparkModel"
 GROUP = "context"
@@ -206,6 +207,8 @@ class Qwen3DSpark:
         max_model_len = min(options.max_model_len or b.max_positions, b.max_positions)
         row = (b.kv_heads, b.head_dim)
         entries = (CacheEntry("key", row, options.dtype), CacheEntry("value", row, options.dtype))
+        tensors = _tensors(c)
+        refuse_companions(tensors, options.stored)
         return ModelSpec(
             architecture=ARCHITECTURE,
             vocab_size=b.vocab,
@@ -215,7 +218,7 @@ class Qwen3DSpark:
             hidden_size=b.hidden,
             cache_groups=(CacheGroupSpec(name=GROUP, layers=b.layers, entries=entries),),
             ops=_requests(c, options, max_model_len),
-            tensors=_tensors(c),
+            tensors=tensors,
             draft=DraftModuleSpec(taps=c.taps, max_drafts=c.block),
         )
 
