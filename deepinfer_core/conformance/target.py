@@ -305,7 +305,7 @@ def open_target(backend: str, plugins: Sequence[str] = (), wanted: Sequence[str]
     registry = load_plugins(files=plugins)
     name = HOST if backend == REFERENCE else backend
     chosen = choose_device(registry, name, dict(os.environ))
-    device: Device = chosen.device.provider.load()(chosen.device)
+    device = chosen.open()
     providers = registry.providers(chosen.device)
     labels = {f"{plugin}:{provider.name}" for plugin, provider in providers}
     for label in wanted:

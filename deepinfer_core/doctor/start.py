@@ -38,7 +38,7 @@ def start(question: Mapping[str, Any], say: Say) -> dict[str, Any]:
     config = override(load_config(file=question["file"]), {"accelerator": question["backend"]}, source="doctor")
     registry = attempt("plugins", open_registry, config)
     chosen = registry and attempt("device", pick_device, config, registry)
-    device: Device | None = chosen and attempt("device", lambda: chosen.device.provider.load()(chosen.device))
+    device: Device | None = chosen and attempt("device", chosen.open)
     if device is None or attempt("torch build", _allocate, device) is None:
         return facts
     facts["memory"] = attempt("memory", lambda: [device.memory().free, device.memory().total])

@@ -16,6 +16,7 @@ from deepinfer_core.api import (
     Model,
     ModelContext,
     PlanError,
+    PluginError,
 )
 from deepinfer_core.checkpoint import Checkpoint, check_tensors
 from deepinfer_core.plugins import OpTable, WrapOp, freeze
@@ -80,7 +81,7 @@ def build_engine(
     try:
         return _build(planned, checkpoint, tokenizer, progress, clock, wrap_op)
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, PlanError) else error  # building an operator wraps what it raised
+        cause = error.__cause__ if isinstance(error, PlanError | PluginError) else error  # both wrap what was raised
         if cause is None or not planned.device.is_out_of_memory(cause):
             raise
         raise DeviceError(_no_room(planned, checkpoint)) from error

@@ -46,6 +46,7 @@ from deepinfer_core.plugins import (
     check_user_keys,
     choose_device,
     claimed,
+    guarded,
     load_plugins,
     resolve,
     unproved,
@@ -57,6 +58,7 @@ from .choosing import choose_all, model_requests
 from .constraint_open import choose_compiler
 from .decode_graphs import ON, graph_mode
 from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
+from .policy_open import make_policy
 from .runner import runner_requests
 from .sampler import sampling_region, sampling_requests, stage_order
 from .speculation_module import (
@@ -165,7 +167,7 @@ def make_plan(
     """
     registry = open_registry(config, environ)
     chosen = pick_device(config, registry, environ)
-    device: Device = chosen.device.provider.load()(chosen.device)
+    device = chosen.open()
     definition, spec = describe_model(config, checkpoint, registry, device, experts)
     fitted = fit_block_size(config, spec, chosen.device)
     if fitted is not config:
@@ -242,7 +244,7 @@ def make_plan(
         definition=definition,
         spec=spec,
         providers=providers,
-        policy=policy_info.factory.load()(_settings(config, registry, policy_plugin)),
+        policy=make_policy(policy_plugin, policy_info, _settings(config, registry, policy_plugin)),
         stages=stages,
         constraints=constraints,
         verifies_rows=all("spec_verify" in p.caps for p in _sampling_providers(choices, providers)),
@@ -307,8 +309,9 @@ def _definition(checkpoint: Checkpoint, registry: Registry, architecture: str = 
     known = claimed(registry, "architecture")
     for architecture in wanted:
         if architecture in known:
-            definition: type[ModelDefinition] = resolve(registry, "architecture", architecture)[1].definition.load()
-            return definition
+            plugin, info = resolve(registry, "architecture", architecture)
+            made, what = info.definition, f"architecture {architecture!r}"
+            return guarded(what, plugin, made, made.load, ("describe", "build"))  # type: ignore[no-any-return]
     raise CheckpointError(
         f"{checkpoint.path}: architectures={list(wanted)!r}: no loaded plugin runs it"
         + suggest(str(wanted[0]) if wanted else "", known)

@@ -10,6 +10,7 @@ from deepinfer_core.config import load_config, override, plugin_settings
 from deepinfer_core.plugins import resolve
 
 from .planning import open_registry
+from .policy_open import make_policy
 
 
 def named_policy(name: str, settings: Mapping[str, Any]) -> Policy:
@@ -19,5 +20,4 @@ def named_policy(name: str, settings: Mapping[str, Any]) -> Policy:
     plugin, info = resolve(registry, "policy", config.scheduling.policy)
     assert isinstance(info, PolicyInfo)
     kind = registry.plugins[plugin].info.settings
-    policy: Policy = info.factory.load()(None if kind is None else plugin_settings(config, plugin, kind))
-    return policy
+    return make_policy(plugin, info, None if kind is None else plugin_settings(config, plugin, kind))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from deepinfer_core.api import DraftSchedule, Model, ModelBatch
+from deepinfer_core.plugins import guarded
 
 from .failed_memory import release_memory
 from .planner import Planner
@@ -39,7 +40,9 @@ def open_speculation(
 ) -> tuple[Speculator, str]:
     """The speculator of an engine, and where its cost table came from ("" without one)."""
     depth = config.speculation.max_draft_tokens
-    drafter = planned.info.factory.load()(planned.settings)
+    made = planned.info.factory
+    what = f"speculation.method {planned.info.name!r}"
+    drafter: Any = guarded(what, planned.plugin, made, lambda: made.load()(planned.settings))
     if planned.on_host:
         planner.judges_by_rejection = config.speculation.verify == "rejection"
         return Speculator(drafter, max_draft_tokens=depth, token_limit=runner.token_limit), ""
@@ -49,7 +52,8 @@ def open_speculation(
     source = ""
     if config.speculation.schedule == "confidence":
         assert planned.info.schedule is not None
-        schedule = planned.info.schedule.load()(planned.settings)
+        rule = planned.info.schedule
+        schedule = guarded(f"schedule of {what}", planned.plugin, rule, lambda: rule.load()(planned.settings))
         sizes = step_sizes(min(config.scheduling.max_running * (depth + 1), config.scheduling.max_batch_tokens))
         source = schedule.start(StepProbe(runner).seconds, sizes, key)
     planner.drafting = DraftPlanner(

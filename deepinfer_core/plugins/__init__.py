@@ -9,6 +9,7 @@ from .discovery import Candidate, Discovery, discover
 from .explain import explain_plan, unproved
 from .failure import Failure
 from .loader import load_planned, load_plugins
+from .making import guarded
 from .plan import plan_from_json, plan_to_json, verify_plan
 from .probe import DeviceChoice, choose_device
 from .regions import ChosenRegions, choose_regions
@@ -37,6 +38,7 @@ __all__ = [
     "discover",
     "explain_plan",
     "freeze",
+    "guarded",
     "load_planned",
     "load_plugins",
     "plan_from_json",

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-from deepinfer_core.api import DeviceError, DeviceInfo, Loser, NoDevice, PlanError, PluginError, ProbeEnv
+from deepinfer_core.api import Device, DeviceError, DeviceInfo, Loser, NoDevice, PlanError, PluginError, ProbeEnv
 
+from .making import guarded
 from .nearest import suggest
 from .registry import Registry
 
@@ -15,6 +16,7 @@ Answer = TypeVar("Answer", DeviceInfo, NoDevice)
 
 VARIABLE = "DEEPINFER_ACCELERATOR"
 AUTO = "auto"
+_DEVICE_METHODS = ("default_dtype", "stream", "memory", "upload", "download", "is_out_of_memory", "describe")
 
 
 class DeviceChoice(NamedTuple):
@@ -23,6 +25,13 @@ class DeviceChoice(NamedTuple):
     device: DeviceInfo
     plugin: str
     losers: tuple[Loser, ...]
+
+    def open(self) -> Device:
+        """The device itself. PluginError if its code cannot be imported, raises, or makes something else."""
+        target = self.device.provider
+        what = f"accelerator {self.device.backend!r}"
+        opened: Device = guarded(what, self.plugin, target, lambda: target.load()(self.device), _DEVICE_METHODS)
+        return opened
 
 
 def choose_device(
