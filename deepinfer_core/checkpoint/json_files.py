@@ -13,7 +13,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises CheckpointError if it is unreadable, not JSON or not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success, 1 when a request failed or the reader of the output went away, 2 for a mistake in the command
-        line, the configuration or the checkpoint, 130 after Ctrl-C.
+        line, the configuration or the checkpoint, or a file that cannot be written, 130 after Ctrl-C.
     """
     from .guard import run
     from .program import program

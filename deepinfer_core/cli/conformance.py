@@ -103,9 +103,9 @@ def conformance(
     for result in found.results:
         if result.family == "policy" and result.outcome == "failed":
             click.echo(f"FAILED {result.case}: {result.message}", err=True)
-    if report is not None:
-        Path(report).write_text(found.to_json(), encoding="utf-8")
     click.echo(found.table())
+    if report is not None:  # last: the table is not lost if this fails
+        Path(report).write_text(found.to_json(), encoding="utf-8")
     return 0 if found.passed else 1
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 import click
 
 from deepinfer_core.api import DeepInferError
+
+from .streams import discard_output, prepare_streams
 
 MISTAKE = 2
 INTERRUPTED = 130
@@ -18,6 +19,7 @@ READER_GONE = 1
 def run(command: click.Command, arguments: Sequence[str] | None) -> int:
     """Run ``command``; see :func:`deepinfer_core.cli.main` for the exit codes."""
     try:
+        prepare_streams()
         code = command.main(args=arguments, prog_name="deepinfer", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
@@ -30,9 +32,12 @@ def run(command: click.Command, arguments: Sequence[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes standard output once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return READER_GONE
+    except OSError as error:
+        discard_output()
+        where = "cannot write or read" if error.filename is None else f"{error.filename}"
+        return _fail(f"{where}: {error.strerror or error}")
     return code if isinstance(code, int) else 0
 
 

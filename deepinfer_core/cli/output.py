@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import sys
@@ -14,7 +15,9 @@ import click
 
 def print_json(value: Any, *, indent: int | None = 1) -> None:
     """Print ``value`` as strict JSON: numbers that JSON lacks become null, records become objects."""
-    click.echo(json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    escaped = not codecs.lookup(encoding).name.startswith("utf")  # other encodings lack characters that JSON can escape
+    click.echo(json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=escaped))
 
 
 def plain(value: Any) -> Any:

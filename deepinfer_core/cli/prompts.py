@@ -12,6 +12,8 @@ import click
 
 from deepinfer_core.api import InvalidRequestError
 
+from .streams import read_input
+
 _KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -36,7 +38,7 @@ class PromptItem:
         return self.text if self.text is not None else self.token_ids or []
 
 
-def read_prompts(prompts: Sequence[str], file: str | None, stdin: TextIO, *, chat: bool) -> list[PromptItem]:
+def read_prompts(prompts: Sequence[str], file: str | None, stdin: TextIO | None, *, chat: bool) -> list[PromptItem]:
     """All prompts, in order.
 
     Args:
@@ -54,19 +56,30 @@ def read_prompts(prompts: Sequence[str], file: str | None, stdin: TextIO, *, cha
     if file is not None:
         items = _read_file(file, stdin)
     elif prompts:
-        items = [PromptItem(text=text) for text in prompts]
+        items = [PromptItem(text=_checked(text)) for text in prompts]
     else:
-        text = "" if stdin.isatty() else stdin.read().removesuffix("\n")
+        text = "" if stdin is None or stdin.isatty() else read_input(stdin).removesuffix("\n")
         if not text:
             raise click.UsageError("no prompt: give --prompt, --prompt-file, or text on standard input")
         items = [PromptItem(text=text)]
     return [_as_chat(item) for item in items] if chat else items
 
 
-def _read_file(file: str, stdin: TextIO) -> list[PromptItem]:
+def _checked(text: str) -> str:
+    """An argument that was given as text, not as bytes of another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"--prompt {text!r:.200}: character {error.start} is not UTF-8 text; use --prompt-file, or iconv"
+        ) from None
+    return text
+
+
+def _read_file(file: str, stdin: TextIO | None) -> list[PromptItem]:
     name = "standard input" if file == "-" else file
     try:
-        text = stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = read_input(stdin) if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise InvalidRequestError(f"prompt file {name}: {reason}") from None
@@ -86,7 +99,7 @@ def _parse_lines(lines: Iterable[str], name: str) -> Iterable[PromptItem]:
 def _parse(line: str, origin: str) -> PromptItem:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{origin}: not JSON: {error}") from None
     kinds = [kind for kind in _KINDS if isinstance(record, dict) and kind in record]
     if len(kinds) != 1:

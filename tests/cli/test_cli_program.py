@@ -96,6 +96,10 @@ def test_unknown_command_suggests(refused: Callable[..., str]) -> None:
         (["explain", "--no-plugin", "acme"], "plugins.block (--no-plugin): no plugin named 'acme'"),
         (["conformance", "reference", "--gaps", "/no/such.toml"], "gaps file /no/such.toml: No such file"),
         (["inspect", "demo", "--model", "demo"], "leave out --model"),
+        (["conformance", "--policy", "no_such:Policy"], "ModuleNotFoundError"),
+        (["conformance", "--policy", "pathlib:Path"], "TypeError"),
+        (["conformance", "--policy", "fractions:Fraction"], "a class is made with None for its settings"),
+        (["conformance", "--policy", "sys:exit"], "'sys:exit': SystemExit"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], said: str, refused: Callable[..., str]) -> None:
