@@ -6,7 +6,8 @@ import importlib
 import time
 from typing import Any
 
-from deepinfer_core.api import ConfigError, PluginError
+from deepinfer_core.api import ConfigError
+from deepinfer_core.plugins.failure import cause_line
 
 from .report import Result
 
@@ -26,8 +27,11 @@ def policy_results(policy: str) -> tuple[Result, ...]:
     start = time.perf_counter()
     try:
         suite.policy_factory(policy)()
-    except (ImportError, AttributeError, PluginError, TypeError, ValueError) as error:
-        raise ConfigError(f"--policy {policy!r}: {error}; expected 'module:Class' or an installed policy") from error
+    except (SystemExit, Exception) as error:
+        given = f"{policy!r}: {cause_line(error)}; a class is made with None for its settings, or with nothing"
+        raise ConfigError(
+            f"--policy {given}: expected 'module:Class' for one, or an installed policy's name"
+        ) from error
     report = suite.check_policy(policy)
     seconds = round((time.perf_counter() - start) / len(suite.CHECKS), 4)
     times = ", ".join(f"{question} {took * 1e3:.2f} ms" for question, took in report.call_seconds.items())

@@ -155,7 +155,7 @@ def check_view(policy: Policy, twin: Policy, view: SystemView, random: np.random
     for name, ask, judge in questions:
         try:
             answer, again = ask(policy), ask(twin)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             yield Finding("raises", f"{name}: {type(error).__name__}: {error} ({_sizes(view)})")
             continue
         wrong = judge(answer)
@@ -218,7 +218,7 @@ def _check_events(policy: Policy) -> Iterator[Finding]:
         event = SchedulingEvent(kind=kind, request_id="1", time=float(number), tokens=7, tenant=TENANTS[1])
         try:
             policy.on_event(event)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             yield Finding("raises", f"on_event {kind}: {type(error).__name__}: {error}")
 
 
@@ -239,6 +239,6 @@ def _seconds(ask: Callable[[], object]) -> float:
     started = time.perf_counter()
     try:
         ask()
-    except Exception:
+    except (Exception, SystemExit):
         return 0.0  # reported as what raises
     return time.perf_counter() - started

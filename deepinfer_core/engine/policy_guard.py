@@ -42,7 +42,7 @@ class PolicyGuard:
         """A policy that fails admits."""
         try:
             return _admit(self.policy.admit(request_view(request), self.view()))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failed("admit", error)
             return Admit(True)
 
@@ -80,12 +80,12 @@ class PolicyGuard:
             return otherwise
         try:
             return ask()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failed_in = self.step()
             self._failed(question, error)
             return otherwise
 
-    def _failed(self, question: str, error: Exception) -> None:
+    def _failed(self, question: str, error: BaseException) -> None:
         self.failures += 1
         if self.failures <= EVERY_RECORD or self.failures & (self.failures - 1) == 0:
             log.error(

@@ -71,6 +71,11 @@ class RaisesWhenBusy(FirstComeFirstServed):
         return super().split(view)
 
 
+class Exits(FirstComeFirstServed):
+    def order(self, view: SystemView, k: int) -> Sequence[int]:
+        raise SystemExit(3)
+
+
 class RaisesOnEvents(FirstComeFirstServed):
     def on_event(self, event: SchedulingEvent) -> None:
         if event.kind == "aborted":
@@ -122,6 +127,7 @@ BROKEN = {
     Negative: "split",
     Raises: "raises",
     RaisesWhenBusy: "raises",
+    Exits: "raises",
     RaisesOnEvents: "raises",
     Writes: "raises",
     Sleeps: "slow",
