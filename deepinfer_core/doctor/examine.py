@@ -72,7 +72,7 @@ def examine(
         findings += plugin_setting_findings(given, {name: facts["settings"] for name, facts in answers.items()})
     usable = given.without([*findings, *(finding for found in about.values() for finding in found)])
     homes = _homes(candidates, answers)
-    wanted = _wanted(backend, homes, answers, about)
+    wanted = _wanted(backend, homes, answers, findings, about)
     started = []
     for name in wanted:
         if name in homes:
@@ -133,12 +133,14 @@ def _wanted(
     backend: str | None,
     homes: Mapping[str, Home],
     answers: Mapping[str, Mapping[str, Any]],
+    findings: Iterable[Finding],
     about: Mapping[str, list[Finding]],
 ) -> list[str]:
     if backend is None:
         return sorted(homes)
     absent = {item["backend"] for facts in answers.values() for item in facts["absent"]}
-    broken = backend in about and any(finding.severity == "error" for finding in about[backend])
+    named = (*findings, *about.get(backend, ()))  # also of what was not even loaded
+    broken = any(finding.plugin == backend and finding.severity == "error" for finding in named)
     if backend not in homes and backend not in absent and not broken:
         known = sorted({*homes, *absent})
         raise DeviceError(f"--backend {backend!r}: no installed plugin has it{suggest(backend, known)}")

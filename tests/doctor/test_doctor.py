@@ -171,6 +171,19 @@ def test_an_unknown_backend_is_an_error_with_the_nearest_name() -> None:
         examine(backend="cpi", environ=CLEAN)
 
 
+def test_a_backend_of_another_interface_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "newer_dist-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: newer-dist\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deepinfer.plugins.v99]\nnewer = newer_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = examine(backend="newer", environ=CLEAN).findings
+    assert (finding.plugin, finding.check, finding.severity) == ("newer", "version", "error")
+    assert "99" in finding.text
+
+
 def test_a_file_with_a_mistake_is_a_finding_and_the_rest_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text("[kv_cache]\nblock_sise = 4\n")
