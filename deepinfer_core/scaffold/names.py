@@ -13,7 +13,7 @@ from deepinfer_core.api import ENTRY_POINT_GROUP, ConfigError
 from deepinfer_core.plugins import discover
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_RESERVED = {"auto", "core", "test", "tests", "api", "demo"}
+_RESERVED = {"auto", "none", "core", "test", "tests", "api", "demo"}
 
 
 @attrs.frozen

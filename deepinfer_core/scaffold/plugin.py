@@ -8,6 +8,8 @@ from pathlib import Path
 import attrs
 
 from deepinfer_core.api import ConfigError
+from deepinfer_core.plugins import Kind as ClaimKind
+from deepinfer_core.plugins import claimed, load_plugins
 
 from .names import check_directory, check_name
 from .render import render_folder, write
@@ -65,6 +67,19 @@ KINDS: Mapping[str, Kind] = {
 """Kind -> what is written for it."""
 
 
+_CLAIMS: Mapping[str, ClaimKind] = {
+    "scheduler": "policy", "speculation": "drafter", "constraint": "constraint", "metrics": "sink",
+}  # fmt: skip
+"""Kind -> what the generated plugin has under its own name."""
+
+
+def _check_claim(name: str, kind: str) -> None:
+    """ConfigError if a plugin has a policy, drafter, ... of that name: users would have to say which, always."""
+    owners = claimed(load_plugins(), _CLAIMS[kind]).get(name, ()) if kind in _CLAIMS else ()
+    if owners:
+        raise ConfigError(f"name {name!r}: taken by a {_CLAIMS[kind]} of plugin {owners[0][0]!r}; choose another")
+
+
 def new_plugin(name: str, kind: str, *, directory: str | Path | None = None) -> list[Path]:
     """Write the project of a plugin.
 
@@ -82,6 +97,7 @@ def new_plugin(name: str, kind: str, *, directory: str | Path | None = None) -> 
     if kind not in KINDS:
         raise ConfigError(f"--kind {kind!r}: expected one of {', '.join(KINDS)}")
     project = check_name(name)
+    _check_claim(name, kind)
     target = check_directory(project, directory)
     about = KINDS[kind]
     needed = ("deepinfer-core>=0.1,<1", *about.imports)

@@ -25,9 +25,18 @@ def test_a_plugins_name_is_taken(name: str) -> None:
         check_name(name)
 
 
-def test_a_name_with_a_meaning_is_reserved() -> None:
-    with pytest.raises(ConfigError, match="name 'auto': has a meaning of its own"):
-        check_name("auto")
+@pytest.mark.parametrize("name", ["auto", "none"])
+def test_a_name_with_a_meaning_is_reserved(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"name '{name}': has a meaning of its own"):
+        check_name(name)
+
+
+def test_a_name_that_a_policy_or_sink_has_is_taken(tmp_path: Path) -> None:
+    """The generated plugin would make ``fcfs``, the default, mean two things."""
+    for name, kind, what in (("fcfs", "scheduler", "policy"), ("prometheus", "metrics", "sink")):
+        with pytest.raises(ConfigError, match=f"name '{name}': taken by a {what} of plugin 'engine'"):
+            new_plugin(name, kind, directory=tmp_path / name)
+    assert new_plugin("fcfs", "metrics", directory=tmp_path / "sink_called_fcfs")
 
 
 def test_an_installed_package_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
