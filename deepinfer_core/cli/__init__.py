@@ -15,7 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 for success, 1 when a request failed or the reader of the output went away, 2 for a mistake in the command
         line, the configuration or the checkpoint, or a file that cannot be written, 130 after Ctrl-C.
     """
-    from .guard import run
-    from .program import program
+    try:
+        from .guard import run
+        from .program import program
+    except KeyboardInterrupt:  # so early that there is nothing to end
+        return 130
 
     return run(program, arguments)

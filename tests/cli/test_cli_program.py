@@ -129,6 +129,18 @@ def test_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.strip() == ""
 
 
+def test_interrupt_while_the_program_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "deepinfer_core.cli.program":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "deepinfer_core.cli.program")
+    monkeypatch.setattr(sys, "meta_path", [Impatient, *sys.meta_path])
+    assert main(["--version"]) == 130
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     @click.command()
     def broken() -> None:
