@@ -79,15 +79,20 @@ class Pump(Generic[T]):
                 self._give(item)
         try:
             self._close()
-        except Exception:
-            log.exception("receiver raised in close", receiver=self.name)
+        except Exception as error:
+            self._report("receiver raised in close", error)
 
     def _give(self, record: T) -> None:
         try:
             self._receive(record)
-        except Exception:
+        except Exception as error:
             self.failures += 1
             if self.failures == 1:
-                log.exception("receiver raised", receiver=self.name)
+                self._report("receiver raised", error)
             if self.disabled:
                 log.error("receiver disabled", receiver=self.name, failures=self.failures)
+
+    def _report(self, event: str, error: Exception) -> None:
+        """A full disk is no bug of the receiver: its traceback would say nothing."""
+        trouble = isinstance(error, OSError)
+        log.error(event, receiver=self.name, error=str(error), exc_info=None if trouble else error)

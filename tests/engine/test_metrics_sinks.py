@@ -121,7 +121,23 @@ def test_a_close_that_raises_is_one_event() -> None:
     pump: Pump[int] = Pump("test", lambda _: None, broken)
     with capture_logs() as logs:
         pump.close()
-    assert [entry["event"] for entry in logs] == ["receiver raised in close"]
+    (entry,) = logs
+    assert (entry["event"], entry["error"]) == ("receiver raised in close", "gone")
+    assert entry["exc_info"] is None  # a full disk: a traceback would say nothing
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a bug")])
+def test_only_a_bug_of_the_receiver_is_logged_with_its_traceback(error: Exception) -> None:
+    def broken(_: int) -> None:
+        raise error
+
+    pump = Pump("test", broken, lambda: None)
+    with capture_logs() as logs:
+        pump.put(1)
+        pump.close()
+    (entry,) = logs
+    assert (entry["event"], entry["error"]) == ("receiver raised", str(error))
+    assert entry["exc_info"] is (None if isinstance(error, OSError) else error)
 
 
 # ---- sinks in an engine
