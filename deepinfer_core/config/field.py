@@ -33,6 +33,11 @@ def at_least(minimum: int) -> Check:
     return Check(f"at least {minimum}", lambda value: value >= minimum)
 
 
+def between(minimum: int, most: int) -> Check:
+    """For counts of what is allocated when the engine starts."""
+    return Check(f"at least {minimum} and at most {most}", lambda value: minimum <= value <= most)
+
+
 def fraction() -> Check:
     """A share of something: above 0, at most 1."""
     return Check("above 0 and at most 1", lambda value: 0 < value <= 1)

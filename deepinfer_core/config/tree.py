@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from .field import at_least, each_positive, fraction, not_empty, only, positive, setting
+from .field import at_least, between, each_positive, fraction, not_empty, only, positive, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -93,7 +93,9 @@ class SchedulingConfig:
         unit="tokens",
         check=at_least(1),
     )
-    max_running: int = setting(256, help="Most requests that run at once.", unit="requests", check=at_least(1))
+    max_running: int = setting(
+        256, help="Most requests that run at once.", unit="requests", check=between(1, 1_000_000)
+    )
     chunked_prefill: bool = setting(
         True, help="Split long prompts over several steps. Off: a prompt must fit in `max_batch_tokens`."
     )

@@ -11,6 +11,9 @@ from deepinfer_core.api import CacheGroupSpec, ConfigError, Device, KVLayout, La
 from .kv_cache import KVCache
 from .planning import PlannedEngine
 
+_ADDRESSES = 1 << 62
+"""Bytes; no device has so many."""
+
 HOST_FRACTION, DEVICE_FRACTION = 0.25, 0.9
 """Share of free memory the caches may take when ``kv_cache.memory_fraction`` is not set."""
 
@@ -57,12 +60,14 @@ def _layer_caches(
     Raises:
         ConfigError: the device has not so much.
     """
+    size = sum(count * block_bytes[name] for name, count in num_blocks.items())
     try:
+        if size >= _ADDRESSES:  # libraries refuse these in ways of their own
+            raise MemoryError
         return {name: layout.allocate(num_blocks[name]) for name, layout in layouts.items()}
     except Exception as error:
         if not isinstance(error, MemoryError) and not device.is_out_of_memory(error):
             raise
-        size = sum(count * block_bytes[name] for name, count in num_blocks.items())
         raise ConfigError(
             f"kv_cache: {max(num_blocks.values())} blocks take {size / 2**20:.0f} MiB, and {device.info.backend} has "
             f"{device.memory().free / 2**20:.0f} MiB free: lower kv_cache.num_blocks or kv_cache.memory_fraction"

@@ -56,6 +56,8 @@ def test_names_that_are_no_settings(key: str) -> None:
         ("kv_cache.block_size", None, "an integer, at least 1"),
         ("kv_cache.block_size", 0, "an integer, at least 1"),
         ("kv_cache.num_blocks", 1, "an integer, at least 2, or none"),
+        ("scheduling.max_running", 10**20, "an integer, at least 1 and at most 1000000"),
+        ("scheduling.max_running", 0, "an integer, at least 1 and at most 1000000"),
         ("kv_cache.memory_fraction", float("nan"), "a finite number, above 0 and at most 1, or none"),
         ("kv_cache.memory_fraction", float("inf"), "a finite number, above 0 and at most 1, or none"),
         ("kv_cache.memory_fraction", True, "a finite number, above 0 and at most 1, or none"),

@@ -195,6 +195,12 @@ def test_prompt_larger_than_a_window_pool_still_runs(toy_llm: Any) -> None:
     assert_clean(llm)
 
 
+@pytest.mark.parametrize("setting", ["kv_cache__num_blocks", "kv_cache__block_size"])
+def test_a_cache_larger_than_all_addresses_is_an_error(toy_llm: Any, setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"blocks take .* lower kv_cache\.num_blocks"):
+        toy_llm("Count", **{setting: 10**24})
+
+
 def test_a_cache_larger_than_memory_is_an_error(toy_llm: Any) -> None:
     """Tokens of one byte: 2^60 bytes."""
     with pytest.raises(ConfigError, match=r"kv_cache: 1125899906842624 blocks take .*lower kv_cache.num_blocks"):
