@@ -83,8 +83,12 @@ class PlannedDrafter:
         """For ``explain``."""
         speculation, module = config.speculation, self.module
         rule = "exact for every request"
-        if speculation.verify == "rejection" or (speculation.verify == "auto" and not self.on_host):
+        if speculation.verify == "rejection":
             rule = "rejection sampling for requests without a seed, exact for all others"
+        elif speculation.verify == "auto" and not self.on_host:
+            rule = (
+                "rejection sampling for requests without a seed whose drafts have a distribution, exact for all others"
+            )
         same = "bitwise" if config.features.batch_invariant else "up to near-ties of the target's logits"
         kind = {"tokens": "tokens on the host", "history": "the device's token history", "module": "a draft module"}
         facts = {

@@ -146,7 +146,8 @@ def test_explain_shows_what_was_decided() -> None:
     with open_checkpoint("demo-v4") as checkpoint:
         facts = make_plan(load_config(overrides=overrides), checkpoint, {}).plan.facts
     assert facts["drafter"] == "spec_decode:dspark, reads a draft module"
-    assert facts["verification"].startswith("rejection sampling for requests without a seed, exact for all others")
+    said = "rejection sampling for requests without a seed whose drafts have a distribution, exact for all others"
+    assert facts["verification"].startswith(said)
     assert facts["draft schedule"] == "confidence, at most 5 drafts of a request"
     assert facts["cost table"].startswith("measured when the engine starts, or read")
     assert facts["draft module"].startswith("DeepseekV4DSpark from ")
