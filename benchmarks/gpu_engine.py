@@ -3,7 +3,7 @@
 The model has the shape of Qwen3-4B and random weights in bfloat16 (8.04 GB), made on the spot. The floor of a step is
 the bytes it must read, weights and keys and values, over the copy bandwidth measured in the same run. Results are
 written to ``--out`` as they come; what is there is not measured again.
-``python benchmarks/gpu_engine.py --out results``; ``--only transformers`` for its ``generate`` beside.
+``python benchmarks/gpu_engine.py --out results``; transformers beside it: ``gpu_transformers.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deepinfer_core.engine.step_timing import StepTiming
 
 BATCHES = (1, 8, 64, 256)
-ONLY = ("decode", "prefill", "idle", "mixed", "steps", "profile", "transformers")
+ONLY = ("decode", "prefill", "idle", "mixed", "steps", "profile")
 PROMPT, STEPS = 512, 64
 HELD_CYCLES = 12_000_000
 """Of the device's clock: some six milliseconds, more than the host takes to launch a recorded step."""
@@ -193,29 +193,6 @@ def idle_and_shares(kernels: list[tuple[float, float, str]], steps: int) -> dict
     }
 
 
-def transformers_ms(path: Path, batch: int) -> dict[str, Any]:
-    """``generate`` with its defaults."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map="cuda")
-    vocab = model.config.vocab_size
-    ids = torch.tensor(random_prompts(batch, PROMPT, vocab_size=vocab), device="cuda")
-
-    def run(model: Any, tokens: int) -> float:
-        torch.cuda.synchronize()
-        began = time.monotonic()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-        torch.cuda.synchronize()
-        return time.monotonic() - began
-
-    run(model, 2)
-    result = {"ms": (run(model, 34) - run(model, 2)) / 32 * 1000}
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
@@ -248,9 +225,6 @@ def main() -> None:
     if "steps" in options.only:
         for tokens in (2048, 8192):
             session.steps(tokens)
-    if "transformers" in options.only:
-        for batch in (1, 8):
-            session.take(f"transformers {batch}", partial(transformers_ms, path, batch))
     print_table(
         ["", "ms a step", "floor", "share", "tokens/s"],
         [

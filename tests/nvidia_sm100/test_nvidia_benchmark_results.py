@@ -74,7 +74,8 @@ def test_quick_results_are_not_taken_for_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize(
-    ("program", "option"), [("gpu_ops", "--only"), ("gpu_engine", "--only"), ("gpu_engine", "--variants")]
+    ("program", "option"),
+    [("gpu_ops", "--only"), ("gpu_engine", "--only"), ("gpu_engine", "--variants"), ("gpu_transformers", "--only")],
 )
 def test_a_part_that_is_not_there_is_an_error(program: str, option: str) -> None:
     """Not a run that measures nothing and ends well."""
