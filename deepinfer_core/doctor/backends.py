@@ -35,6 +35,16 @@ def backend_findings(backend: str, home: Home, answer: Answer) -> tuple[str, lis
         )
         for check, cause in answer.facts["problems"]
     ]
+    findings += [
+        Finding(
+            plugin=home.candidate.name,
+            check="names",
+            severity="warning",
+            text=f"backend {backend!r}: {text}",
+            fix=f"deepinfer explain --accelerator {backend} --model demo --why",
+        )
+        for text in answer.facts["misspelt"]
+    ]
     borrowed = answer.facts["reference"]
     if borrowed and not home.candidate.builtin:
         findings.append(

@@ -46,7 +46,12 @@ ILL = {
         + (
             "\n@hookimpl\ndef deepinfer_gemm(device):\n"
             "    return [Provider(name='fast', op='gemm.linear', build=LazyRef('acme_kernels:Fast'),\n"
-            "                     supports=lambda request: no('not today'))] if device.backend == 'acme' else []\n"
+            "                     supports=lambda request: no('not today')),\n"
+            "            Provider(name='slip', op='gemm.liner', build=LazyRef('os:getcwd'),\n"
+            "                     supports=lambda request: yes(200), caps=frozenset({'kv_layout:acme'})),\n"
+            "            Provider(name='other', op='gemm.convolution', build=LazyRef('os:getcwd'),\n"
+            "                     supports=lambda request: yes(200), caps=frozenset({'sparse_by_acme'})),\n"
+            "           ] if device.backend == 'acme' else []\n"
         ),
     ),
     "foreign": Ill(body=PROBE.format(name="foreign", type="xla")),

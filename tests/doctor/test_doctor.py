@@ -59,6 +59,11 @@ EXPECTED: Mapping[tuple[str, str], tuple[str, str, str]] = {
     ("absent", "driver"): ("note", "driver 1.2 is too old", "absent-smi --version"),
     ("acme", "architecture"): ("error", "'a2'; this package was built for a1, a3", "pip install --upgrade acme-dist"),
     ("acme", "operators"): ("error", "No module named 'acme_kernels'", "pip install --force-reinstall acme-dist"),
+    ("acme", "names"): (
+        "warning",
+        "acme:slip has op 'gemm.liner', which nothing asks for: write 'gemm.linear'",
+        "deepinfer explain --accelerator acme",
+    ),
     ("acme", "plan"): ("error", "fallback is 'error'", "export DEEPINFER_FALLBACK=warn"),
     ("foreign", "plan"): ("error", "fallback is 'error'", "export DEEPINFER_FALLBACK=warn"),
     ("settled", "settings"): ("error", "plugins.settled.speed", "unset DEEPINFER_SETTLED__SPEED"),
