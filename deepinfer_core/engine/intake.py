@@ -158,6 +158,7 @@ class Intake:
                 raise InvalidRequestError(
                     "prompt is text, but the checkpoint has no tokenizer: pass token ids, or set model.tokenizer"
                 )
+            self.tokenizer.check_length(prompt, self.limits.max_model_len)
             text, ids = prompt, self.tokenizer.encode(prompt)
         else:
             text, ids = None, self._ids(prompt)

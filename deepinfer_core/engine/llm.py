@@ -124,6 +124,7 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidRequestError("the checkpoint has no tokenizer, so it has no chat template: pass token ids")
         text = self.tokenizer.apply_chat_template(messages, **options)
+        self.tokenizer.check_length(text, self.engine.planned.spec.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=False), text
 
     def stream(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
-from deepinfer_core.api import CheckpointError
+from deepinfer_core.api import CheckpointError, InvalidRequestError
 
 from .chat_template import ChatTemplates
 from .decoding import Assembler, ByteAssembler, PairAssembler, byte_decoding
+
+COMPOSED = 4
+"""Characters that canonical composition makes one of, at most (U+1F82)."""
 
 
 class Tokenizer:
@@ -59,6 +64,34 @@ class Tokenizer:
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters of a text that one token takes, at most; None if that has no bound.
+
+        It has none where a run of unknown characters may be one token, a token takes the spaces beside it, or a
+        normalizer drops some.
+        """
+        model, composed = self._backend.model, _composed(self._backend.normalizer)
+        known = getattr(model, "unk_token", "unknown") is None or getattr(model, "byte_fallback", False)
+        greedy = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
+        if composed is None or not known or greedy or not self.has_token_bytes:
+            return None
+        return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse, without encoding it, a text that surely has more tokens: many megabytes take minutes and gigabytes.
+
+        Raises:
+            InvalidRequestError: says how many characters it has and may have.
+        """
+        longest = self.longest_token
+        if longest is not None and len(text) > longest * max_tokens:
+            raise InvalidRequestError(
+                f"prompt has {len(text)} characters: expected at most {longest * max_tokens}, as many as "
+                f"max_model_len={max_tokens} tokens of at most {longest} have: shorten it, or raise "
+                "model.max_model_len as far as the checkpoint goes"
+            )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a token give nothing, invalid UTF-8 gives U+FFFD.
@@ -128,6 +161,25 @@ class Tokenizer:
 
     def _id_of_role(self, roles: Mapping[str, str], role: str) -> int | None:
         return self._backend.token_to_id(roles[role]) if role in roles else None
+
+
+def _composed(normalizer: Any) -> int | None:
+    """Characters that a ``tokenizers`` normalizer makes one of, at most; None if that is not known."""
+    if normalizer is None:
+        return 1
+    state = json.loads(normalizer.__getstate__())
+    most = 1
+    for step in state["normalizers"] if state["type"] == "Sequence" else [state]:
+        match step:
+            case {"type": "NFC"}:
+                most = COMPOSED
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if len(old) <= len(new):
+                pass
+            case _:
+                return None
+    return most
 
 
 def check_tokenizer(tokenizer: Tokenizer, model_vocab_size: int) -> None:

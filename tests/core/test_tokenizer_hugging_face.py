@@ -28,11 +28,11 @@ from tokenizer_support import (
     word_pieces,
     wrapped,
 )
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from deepinfer_core.api import CheckpointError
+from deepinfer_core.api import CheckpointError, InvalidRequestError
 from deepinfer_core.checkpoint import open_checkpoint
 from deepinfer_core.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 
@@ -322,3 +322,53 @@ def test_the_saved_files_are_as_transformers_saves_them(tmp_path: Path) -> None:
     assert again.chat_template == "{{ messages[0].content }}"
     assert json.loads((tmp_path / "second" / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
     assert again.eos_token_ids == (2,)
+
+
+# ---- texts that are too long to be read
+
+COMPOSING = st.text(st.sampled_from("abc  ▁\n木🍎éα\u0301\u0313\u0345"), max_size=60)
+BOUNDED = {"byte level": trained_byte_level, "byte fallback": byte_fallback}
+
+
+@pytest.fixture(scope="module", params=[*BOUNDED, "NFC"])
+def bounded(request: Any) -> Tokenizer:
+    backend = BOUNDED.get(request.param, trained_byte_level)()
+    if request.param == "NFC":
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "\n")])
+    return Tokenizer(backend)
+
+
+@given(text=COMPOSING | st.text(max_size=60) | st.text(st.sampled_from("the quick brown fox"), max_size=200))
+def test_no_token_takes_more_of_a_text_than_the_longest(bounded: Tokenizer, text: str) -> None:
+    assert bounded.longest_token is not None
+    tokens = len(bounded.encode(text, add_special_tokens=False))
+    assert len(text) <= bounded.longest_token * tokens
+    bounded.check_length(text, tokens)
+
+
+def test_a_text_of_more_than_all_tokens_could_take_is_refused(bounded: Tokenizer) -> None:
+    assert bounded.longest_token is not None
+    most = 7 * bounded.longest_token
+    bounded.check_length("x" * most, 7)
+    said = rf"prompt has {most + 1} characters: expected at most {most}, as many as max_model_len=7 tokens of at most"
+    with pytest.raises(InvalidRequestError, match=said):
+        bounded.check_length("x" * (most + 1), 7)
+
+
+def greedy_for_spaces() -> tokenizers.Tokenizer:
+    backend = trained_byte_level()
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+    return backend
+
+
+def stripping() -> tokenizers.Tokenizer:
+    backend = trained_byte_level()
+    backend.normalizer = normalizers.Strip()
+    return backend
+
+
+@pytest.mark.parametrize("build", [word_pieces, plain_words, greedy_for_spaces, stripping])
+def test_where_a_token_may_take_any_length_nothing_is_refused(build: Callable[[], tokenizers.Tokenizer]) -> None:
+    tokenizer = Tokenizer(build())
+    assert tokenizer.longest_token is None
+    tokenizer.check_length(" " * 100_000, 1)

@@ -162,6 +162,20 @@ def test_prompt_at_or_over_the_limit_is_an_error(toy_llm: Any, length: int) -> N
     assert f"prompt has {length} tokens: expected fewer than max_model_len=32: shorten it, or raise" in text
 
 
+def test_a_text_that_no_number_of_tokens_could_hold_is_not_read(toy_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take minutes, and gigabytes, to count its tokens."""
+    llm = toy_llm("Count", max_len=32, tokenizer=True)
+    longest = llm.tokenizer.longest_token
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *_, **__: pytest.fail("read"))
+    said = f"prompt has {32 * longest + 1} characters: expected at most {32 * longest}"
+    assert said in refused(llm, "a" * (32 * longest + 1))
+    with pytest.raises(InvalidRequestError, match=said):
+        llm.chat(
+            [{"role": "user", "content": "a" * (32 * longest + 1)}],
+            chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+        )
+
+
 def test_output_over_the_limit_is_clipped(toy_llm: Any) -> None:
     outputs = toy_llm("Count", max_len=32).generate([3] * 28, SamplingParams(temperature=0, max_tokens=100))
     assert (ids_of(outputs), ends_of(outputs)) == ([[4, 5, 6, 7]], ["length"])
