@@ -12,6 +12,8 @@ from gguf import GGUFReader, GGUFValueType
 
 from deepinfer_core.api import CheckpointError
 
+from .damage import remedy
+
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
@@ -101,9 +103,7 @@ class GGUFFile:
         try:
             reader = _Reader(path)
         except _DAMAGE as error:
-            raise CheckpointError(
-                f"{path}: not a whole GGUF file ({error}); it is damaged or was cut, fetch it again"
-            ) from error
+            raise CheckpointError(f"{path}: not a whole GGUF file ({error}); {remedy(path)}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error})") from error
         self.path = path

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from deepinfer_core.api import CheckpointError, TensorInfo
 
+from .damage import remedy
 from .json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -102,9 +103,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
             return {name: _info(file, name, part.get_shape(), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: not a whole safetensors file ({error}); it is damaged or was cut, fetch it again"
-        ) from error
+        raise CheckpointError(f"{file}: not a whole safetensors file ({error}); {remedy(file)}") from error
 
 
 def _info(file: Path, name: str, shape: Sequence[int], stored: str) -> TensorInfo:

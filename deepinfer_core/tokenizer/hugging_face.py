@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from deepinfer_core.api import CheckpointError
+from deepinfer_core.checkpoint.damage import remedy
 from deepinfer_core.checkpoint.json_files import read_optional_json_object
 
 from .tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def load_directory(
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every kind of damage
-        raise CheckpointError(f"{path}: damaged or not a tokenizer ({error}); fetch the file again") from error
+        raise CheckpointError(f"{path}: not a tokenizer ({error}); {remedy(path)}") from error
     settings = read_optional_json_object(directory / "tokenizer_config.json")
     special_map = read_optional_json_object(directory / "special_tokens_map.json")
     try:
