@@ -8,6 +8,7 @@ from deepinfer_core.plugins import Candidate
 
 from .ask_child import Answer
 from .finding import Finding
+from .plugin_facts import pip
 
 
 @attrs.frozen
@@ -67,9 +68,10 @@ def _where(check: str, answer: Answer, backend: str, home: Home) -> str:
 
 def _fix(check: str, cause: str, backend: str, home: Home) -> str:
     if check == "torch build":
-        return f"pip install --upgrade {home.candidate.distribution} torch"
+        also = "" if home.candidate.by_path else f"{home.candidate.distribution} "
+        return f"pip install --upgrade {also}torch"
     if check == "operators":
-        return f"pip install --force-reinstall {home.candidate.distribution}"
+        return pip(home.candidate, "install --force-reinstall")
     if check == "plan" and "fallback is 'error'" in cause:
         return "export DEEPINFER_FALLBACK=warn"
     if check in ("plugins", "device"):

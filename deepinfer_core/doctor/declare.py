@@ -16,7 +16,9 @@ from deepinfer_core.config import load_config, plugin_settings
 from deepinfer_core.config.layers import plugin_key
 from deepinfer_core.config.settings import env_name
 from deepinfer_core.plugins import PROVIDER_HOOKS, Registry, load_plugins
+from deepinfer_core.plugins.discovery import PATH_DISTRIBUTION
 from deepinfer_core.plugins.inspection import hook_arguments, hook_record
+from deepinfer_core.plugins.loader import import_path
 
 from .child import Say
 from .watch import Watch
@@ -26,11 +28,12 @@ HEAVY = ("torch", "transformers", "tensorflow", "jax", "scipy", "pandas", "matpl
 
 
 def declare(question: Mapping[str, Any], say: Say) -> dict[str, Any]:
-    """Facts about the plugin ``name`` of ``distribution`` at ``entry_point``.
+    """Facts about the plugin ``name`` at ``entry_point``; without a ``pin`` that is an item of ``plugins.paths``.
 
-    ``failure`` says why it cannot be loaded; other facts are then those that were known by then.
+    ``failure`` says why it cannot be loaded; other facts are then those that were known by then. ``name``: its own.
     """
     facts: dict[str, Any] = {
+        "name": question["name"],
         "failure": "",
         "devices": [],
         "absent": [],
@@ -42,7 +45,7 @@ def declare(question: Mapping[str, Any], say: Say) -> dict[str, Any]:
     say("import")
     known = set(sys.modules)
     start = time.process_time()
-    plugin, facts["failure"] = _import(question["entry_point"])
+    plugin, facts["failure"] = _import(question["entry_point"], by_path=question["pin"] is None)
     facts["import_seconds"] = time.process_time() - start
     facts["hook_seconds"], facts["hooks"] = 0.0, 0
     if not facts["failure"]:
@@ -55,9 +58,11 @@ def declare(question: Mapping[str, Any], say: Say) -> dict[str, Any]:
     return facts
 
 
-def _import(entry_point: str) -> tuple[Any, str]:
+def _import(entry_point: str, *, by_path: bool) -> tuple[Any, str]:
     module, _, attribute = entry_point.partition(":")
     try:
+        if by_path:
+            return import_path(entry_point), ""
         found: Any = importlib.import_module(module)
         for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
@@ -67,9 +72,14 @@ def _import(entry_point: str) -> tuple[Any, str]:
 
 
 def _asked(question: Mapping[str, Any], plugin: Any, say: Say) -> dict[str, Any]:
-    name = question["name"]
+    name, pin = question["name"], question["pin"]
     try:
-        registry = load_plugins(allow=[question["pin"], *_needs(plugin)])
+        if pin is None:
+            registry = load_plugins(allow=_needs(plugin), files=[question["entry_point"]])
+            records = (loaded.record for loaded in registry.plugins.values())
+            name = next(record.name for record in records if record.distribution == PATH_DISTRIBUTION)
+        else:
+            registry = load_plugins(allow=[pin, *_needs(plugin)])
     except PluginError as error:
         return {"failure": str(error)}
     loaded = registry.plugins.get(name)
@@ -91,6 +101,7 @@ def _asked(question: Mapping[str, Any], plugin: Any, say: Say) -> dict[str, Any]
             _collect(registry, hook)
     settings = loaded.info.settings
     return {
+        "name": name,
         "bad_settings": _bad_settings(name, settings, question["file"]),
         "devices": devices,
         "absent": absent,

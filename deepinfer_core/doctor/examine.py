@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import attrs
 
 from deepinfer_core.api import DeviceError, PluginError
 from deepinfer_core.plugins import Candidate, Failure, discover
+from deepinfer_core.plugins.discovery import PATH_DISTRIBUTION
 from deepinfer_core.plugins.nearest import suggest
 from deepinfer_core.plugins.selection import select
 
@@ -32,7 +36,7 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Diagnosis:
-    """Look at everything that is installed, or at one backend and its plugin.
+    """Look at everything that is installed or named by ``plugins.paths``, or at one backend and its plugin.
 
     Args:
         backend: as after ``--accelerator``; None: all. A backend that is asked for must have its device.
@@ -45,29 +49,33 @@ def examine(
     """
     given, findings = given_settings(environ, file)
     config = given.load()
-    candidates, more = _selected(config.plugins.allow, config.plugins.block)
+    installed, more = _selected(config.plugins.allow, config.plugins.block)
     findings += more
+    candidates: list[Candidate] = []
     answers: dict[str, Mapping[str, Any]] = {}
     plugins: list[Examined] = []
     about: dict[str, list[Finding]] = {}
-    for candidate in candidates:
+    for candidate in (*installed, *map(_by_path, config.plugins.paths)):
         progress(f"plugin {candidate.name}")
         question = {
             "job": "declare",
             "name": candidate.name,
-            "pin": candidate.pin if not candidate.builtin else candidate.name,
+            "pin": None if candidate.by_path else candidate.name if candidate.builtin else candidate.pin,
             "entry_point": candidate.entry_point,
             "file": given.file,
         }
         answer = ask(question, timeout=timeout, environ=given.environ)
-        found = requirement_findings(candidate)
+        if candidate.by_path and not answer.trouble:
+            candidate = attrs.evolve(candidate, name=answer.facts["name"])
+        candidates.append(candidate)
+        found = [] if candidate.by_path else requirement_findings(candidate)
         if answer.trouble:
             found.append(stopped(candidate, answer))
         else:
             answers[candidate.name] = answer.facts
             found += declared_findings(candidate, answer.facts, asked=backend)
             plugins.append(_examined(candidate, answer.facts))
-        about[candidate.name] = found
+        about[candidate.name] = about.get(candidate.name, []) + found
     if len(answers) == len(candidates):  # the settings of a plugin that did not answer are not known
         findings += plugin_setting_findings(given, {name: facts["settings"] for name, facts in answers.items()})
     usable = given.without([*findings, *(finding for found in about.values() for finding in found)])
@@ -100,6 +108,12 @@ def _selected(allow: Any, block: Any) -> tuple[tuple[Candidate, ...], list[Findi
         broken = Finding(plugin="", check="selection", severity="error", text=str(error), fix=fix)
         return discovery.candidates, [broken, *map(_not_loaded, discovery.failures)]
     return selection.chosen, [_not_loaded(failure) for failure in selection.failures]
+
+
+def _by_path(item: str) -> Candidate:
+    """An item of ``plugins.paths``, under a name for as long as its own is not known."""
+    name = Path(item).stem if item.endswith(".py") else item.rpartition(".")[2]
+    return Candidate(name=name, distribution=PATH_DISTRIBUTION, version="", entry_point=item, path=item)
 
 
 def _not_loaded(failure: Failure) -> Finding:
@@ -143,7 +157,7 @@ def _wanted(
     broken = any(finding.plugin == backend and finding.severity == "error" for finding in named)
     if backend not in homes and backend not in absent and not broken:
         known = sorted({*homes, *absent})
-        raise DeviceError(f"--backend {backend!r}: no installed plugin has it{suggest(backend, known)}")
+        raise DeviceError(f"--backend {backend!r}: no plugin has it{suggest(backend, known)}")
     return [backend]
 
 

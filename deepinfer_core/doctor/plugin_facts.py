@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,14 +22,24 @@ def stopped(candidate: Candidate, answer: Answer) -> Finding:
         check=answer.stage,
         severity="error",
         text=f"{candidate.entry_point}: {answer.trouble}, at stage {answer.stage!r}",
-        fix=f"pip uninstall {candidate.distribution}",
+        fix=pip(candidate, "uninstall"),
     )
+
+
+def pip(candidate: Candidate, command: str) -> str:
+    """``pip`` for what is installed; what is not shows what is wrong when it is imported."""
+    return f"python {_importing(candidate)}" if candidate.by_path else f"pip {command} {candidate.distribution}"
+
+
+def _importing(candidate: Candidate) -> str:
+    """What makes ``python`` import a plugin."""
+    module = candidate.entry_point.partition(":")[0]
+    return shlex.quote(module) if candidate.by_path and module.endswith(".py") else f"-c 'import {module}'"
 
 
 def declared_findings(candidate: Candidate, facts: Mapping[str, Any], *, asked: str | None) -> list[Finding]:
     """What a plugin's declarations show. ``asked``: backend that must have its device."""
-    module = candidate.entry_point.partition(":")[0]
-    trace = f"python -X importtime -c 'import {module}'"
+    trace = f"python -X importtime {_importing(candidate)}"
     findings: list[Finding] = []
 
     def found(check: str, severity: Severity, text: str, fix: str) -> None:
@@ -43,7 +54,7 @@ def declared_findings(candidate: Candidate, facts: Mapping[str, Any], *, asked: 
     opened = [name for name in facts["opened"] if not facts["heavy"] or name.startswith("/dev/")]
     if opened:
         text = f"importing it and asking its hooks opens {', '.join(opened)}; a probe only looks"
-        found("device touched", "warning", text, f"strace -f -e trace=openat python -c 'import {module}'")
+        found("device touched", "warning", text, f"strace -f -e trace=openat python {_importing(candidate)}")
     seconds = facts["import_seconds"] + facts["hook_seconds"]
     if seconds > SLOW_SECONDS and not facts["heavy"]:
         text = f"importing it and asking its hooks takes {seconds:.1f} s of processor time"
@@ -59,11 +70,11 @@ def declared_findings(candidate: Candidate, facts: Mapping[str, Any], *, asked: 
         archs = facts["archs"]
         if archs and device["arch"] not in archs:
             text = f"{device['backend']} is {device['arch']!r}; this package was built for {', '.join(archs)}"
-            found("architecture", "error", text, f"pip install --upgrade {candidate.distribution}")
+            found("architecture", "error", text, pip(candidate, "install --upgrade"))
     return findings
 
 
 def _reinstall(candidate: Candidate) -> str:
     if candidate.builtin or candidate.editable:
-        return f"python -c 'import {candidate.entry_point.partition(':')[0]}'"
-    return f"pip install --force-reinstall {candidate.distribution}"
+        return f"python {_importing(candidate)}"
+    return pip(candidate, "install --force-reinstall")

@@ -25,6 +25,8 @@ from .failure import Failure, Stage
 
 CORE_DISTRIBUTION = "deepinfer-core"
 SOURCE_TREE = f"{CORE_DISTRIBUTION} (source tree)"
+PATH_DISTRIBUTION = "(plugins.paths)"
+"""In place of a distribution, for a plugin that is not installed but named by ``plugins.paths``."""
 
 BUILTINS = {
     "reference": "deepinfer_core.reference.plugin",
@@ -60,6 +62,10 @@ class Candidate:
     @property
     def pin(self) -> str:
         return f"{self.name}@{canonicalize_name(self.distribution)}"
+
+    @property
+    def by_path(self) -> bool:
+        return self.distribution == PATH_DISTRIBUTION
 
     @property
     def builtin(self) -> bool:

@@ -14,14 +14,12 @@ from typing import Any
 
 from deepinfer_core.api import EnginePlan, PluginError, PluginRecord
 
-from .discovery import Candidate, discover, installed_version
+from .discovery import PATH_DISTRIBUTION, Candidate, discover, installed_version
 from .failure import Failure, Stage, cause_line, full_traceback
 from .inspection import check_identity, check_implementations
 from .nearest import suggest
 from .registry import LoadedPlugin, Registry
 from .selection import select
-
-PATH_DISTRIBUTION = "(plugins.paths)"
 
 
 def load_plugins(
@@ -165,7 +163,7 @@ def _import(entry_point: str) -> Any:
 def _load_path(registry: Registry, text: str) -> None:
     """Load a plugin that is not installed: a dotted module, or a ``.py`` file, which may be imported by its stem."""
     try:
-        module = _import_file(Path(text)) if text.endswith(".py") else importlib.import_module(text)
+        module = import_path(text)
         own = getattr(module, "deepinfer_plugin", None)
         name = getattr(own() if callable(own) else None, "name", None)
         if not isinstance(name, str):
@@ -184,6 +182,11 @@ def _load_path(registry: Registry, text: str) -> None:
         in_package = isinstance(error, ImportError) and "relative import" in str(error)
         fix = "; it belongs to a package: name it with dots, as package.plugin" if in_package else ""
         raise PluginError(f"plugins.paths: {text!r}: {cause_line(error)}{fix}") from error
+
+
+def import_path(text: str) -> ModuleType:
+    """The module that an item of ``plugins.paths`` names."""
+    return _import_file(Path(text)) if text.endswith(".py") else importlib.import_module(text)
 
 
 def _import_file(file: Path) -> ModuleType:

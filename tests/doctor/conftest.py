@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ill_plugins import ILL, metadata
-
-HEAD = (
-    "from deepinfer_core.api import *\n@hookimpl\ndef deepinfer_plugin():\n    return PluginInfo(name={name!r}{more})\n"
-)
+from ill_plugins import ILL, metadata, source
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +19,8 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(folder: Path, name: str) -> None:
-    ill = ILL[name]
-    source = ill.first + HEAD.format(name=name, more=ill.info) + ill.body
-    (folder / f"{name}_plugin.py").write_text(source, encoding="utf-8")
-    metadata(folder, name, ill.requires)
+    (folder / f"{name}_plugin.py").write_text(source(name), encoding="utf-8")
+    metadata(folder, name, ILL[name].requires)
 
 
 @pytest.fixture

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import attrs
 
+HEAD = (
+    "from deepinfer_core.api import *\n@hookimpl\ndef deepinfer_plugin():\n    return PluginInfo(name={name!r}{more})\n"
+)
 PROBE = """
 @hookimpl
 def deepinfer_probe(env):
@@ -64,6 +67,12 @@ ILL = {
         body="\n@hookimpl\ndef deepinfer_probe(env):\n    import os\n    os.kill(os.getpid(), 9)\n", fatal=True
     ),
 }
+
+
+def source(name: str) -> str:
+    """The plugin's module."""
+    ill = ILL[name]
+    return ill.first + HEAD.format(name=name, more=ill.info) + ill.body
 
 
 def metadata(folder: Path, name: str, requires: tuple[str, ...]) -> None:
