@@ -37,7 +37,8 @@ from deepinfer_core.api import (
 from .between_parts import BetweenByParts
 from .config_fields import one_of, real, rope_fields, whole
 from .dense_regions import dense_regions
-from .plain_weights import refuse_companions, refuse_quantised
+from .plain_weights import refuse_companions
+from .scaled_weights import STORED, SUFFIX, scaled_block, scales, widened
 
 LayerKind = Literal["full", "window"]
 
@@ -63,12 +64,12 @@ class DenseConfig:
     qk_norm: bool
     kinds: tuple[LayerKind, ...]
     window: int | None
+    scaled: tuple[int, int] | None
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DenseConfig:
         qwen3 = "Qwen3ForCausalLM" in config.get("architectures", ())
         one_of(config, "hidden_act", ("silu",), "silu")
-        refuse_quantised(config)
         layers, hidden, heads = (whole(config, n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         kv_heads = whole(config, "num_key_value_heads", heads)
         head_dim = whole(config, "head_dim", hidden // heads)
@@ -96,6 +97,7 @@ class DenseConfig:
             qk_norm=qwen3,
             kinds=kinds,
             window=whole(config, "sliding_window") if "window" in kinds else None,
+            scaled=scaled_block(config),
         )
 
 
@@ -145,10 +147,13 @@ def _tensors(c: DenseConfig) -> dict[str, TensorSpec]:
 def _requests(c: DenseConfig, o: ModelOptions, max_model_len: int) -> dict[str, OpRequest]:
     common: dict[str, Any] = {"device_type": o.device_type, "demands": o.demands, "dtype": o.dtype}
 
+    def stored(name: str) -> str:
+        found = o.stored.get(name, o.dtype)
+        return o.dtype if c.scaled and found == STORED else found  # as it is handed over
+
     def linear(name: str, inp: int, out: int, bias: bool, out_dtype: str = o.dtype) -> LinearRequest:
-        stored = o.stored.get(name, o.dtype)
         return LinearRequest(
-            in_features=inp, out_features=out, out_dtype=out_dtype, weight_dtype=stored, bias=bias, **common
+            in_features=inp, out_features=out, out_dtype=out_dtype, weight_dtype=stored(name), bias=bias, **common
         )
 
     first, q, kv = _prefix(0), c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -157,7 +162,7 @@ def _requests(c: DenseConfig, o: ModelOptions, max_model_len: int) -> dict[str, 
         "embedding": EmbeddingRequest(
             vocab_size=c.vocab,
             hidden=c.hidden,
-            weight_dtype=o.stored.get("model.embed_tokens.weight", o.dtype),
+            weight_dtype=stored("model.embed_tokens.weight"),
             **common,
         ),
         "norm": RmsNormRequest(hidden=c.hidden, eps=c.eps, **common),
@@ -247,7 +252,9 @@ class DenseModel:
         )
         ops = _requests(c, options, max_model_len)
         tensors = _tensors(c)
-        refuse_companions(tensors, options.stored)
+        packed = {} if c.scaled is None else scales(tensors, options.stored, c.scaled)
+        tensors |= packed
+        refuse_companions(tensors, options.stored, {name.removesuffix(SUFFIX) for name in packed})
         return ModelSpec(
             architecture="Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM",
             vocab_size=c.vocab,
@@ -269,6 +276,8 @@ class DenseModel:
         def read(name: str) -> torch.Tensor:
             tensor = context.weights.load(name)
             context.progress(name)
+            if c.scaled and name + SUFFIX in context.spec.tensors:
+                tensor = widened(tensor, read(name + SUFFIX), c.scaled, dtype)
             return tensor
 
         def vector(name: str) -> torch.Tensor:

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
-from deepinfer_core.api import CheckpointError, ConfigError
+from deepinfer_core.api import CheckpointError
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _LISTED = 3
 
 
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """ConfigError if config.json says that the weights are quantised: they would be read without their scales."""
-    found = config.get("quantization_config")
-    if found is None:
-        return
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
-    raise ConfigError(
-        f"config.json: quantization_config.quant_method={method!r}: this model family reads weights of "
-        "16 or 32 bits; use the checkpoint that is not quantised, or a GGUF file of it"
-    )
-
-
-def refuse_companions(expected: Iterable[str], stored: Mapping[str, str]) -> None:
+def refuse_companions(expected: Iterable[str], stored: Mapping[str, str], scaled: Collection[str] = ()) -> None:
     """CheckpointError if a weight is stored as no plain number, or has a tensor beside it that nobody would read.
 
     Args:
         expected: the tensors that the model reads.
         stored: dtype of each tensor of the checkpoint, as in ``ModelOptions.stored``.
+        scaled: those that are stored in FP8 with scales that the model reads.
     """
     wanted = set(expected)
     owners = {name.removesuffix(".weight") for name in wanted if name.endswith(".weight")}
     problems = [
         f"tensor {name!r} is {stored[name]}: expected one of {', '.join(_FLOATS)}"
-        for name in wanted & stored.keys()
+        for name in (wanted & stored.keys()) - set(scaled)
         if stored[name] not in _FLOATS and not stored[name].startswith("gguf:")
     ]
     problems += [

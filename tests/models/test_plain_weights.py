@@ -34,11 +34,21 @@ def refused(folder: Path, error: type[Exception]) -> str:
 
 @pytest.mark.parametrize(
     ("written", "said"),
-    [({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"), ({}, "None"), ("gptq", "'gptq'")],
+    [
+        ({"quant_method": "fp8"}, "quant_method='fp8'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "quant_method='fp8', weight_block_size=[128]"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "quant_method='fp8', weight_block_size=[128, 0]"),
+        (
+            {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
+            "quant_method='fp8', fmt='e5m2', weight_block_size=[128, 128]",
+        ),
+        ({}, "quant_method=None"),
+        ("gptq", "quant_method='gptq'"),
+    ],
 )
 def test_a_config_that_says_quantised_is_refused(written: object, said: str, tmp_path: Path) -> None:
     text = refused(changed(tmp_path, dict, quantization_config=written), ConfigError)
-    assert text.startswith(f"config.json: quantization_config.quant_method={said}: this model family reads weights")
+    assert text.startswith(f"config.json: quantization_config has {said}: this model family reads weights of")
 
 
 def test_a_config_that_says_not_quantised_is_read(tmp_path: Path) -> None:
