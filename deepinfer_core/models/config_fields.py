@@ -8,13 +8,19 @@ from typing import Any
 from deepinfer_core.api import ConfigError
 
 
-def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer field."""
+MOST_LAYERS = 10_000
+"""Layers of a model; what a file says beyond is a mistake, and would take all memory to write down."""
+
+
+def whole(config: Mapping[str, Any], name: str, default: int | None = None, most: int | None = None) -> int:
+    """A positive integer field, of ``most`` at most."""
     value = config.get(name)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"config.json: {name}={value!r}: expected an integer >= 1")
+    if most is not None and value > most:
+        raise ConfigError(f"config.json: {name}={value}: expected at most {most}")
     return value
 
 

@@ -35,7 +35,7 @@ from deepinfer_core.api import (
 )
 
 from .between_parts import BetweenByParts
-from .config_fields import one_of, real, rope_fields, whole
+from .config_fields import MOST_LAYERS, one_of, real, rope_fields, whole
 from .dense_regions import dense_regions
 from .plain_weights import refuse_companions
 from .scaled_weights import STORED, SUFFIX, scaled_block, scales, widened
@@ -70,7 +70,8 @@ class DenseConfig:
     def read(cls, config: Mapping[str, Any]) -> DenseConfig:
         qwen3 = "Qwen3ForCausalLM" in config.get("architectures", ())
         one_of(config, "hidden_act", ("silu",), "silu")
-        layers, hidden, heads = (whole(config, n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+        hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
         kv_heads = whole(config, "num_key_value_heads", heads)
         head_dim = whole(config, "head_dim", hidden // heads)
         if heads % kv_heads:

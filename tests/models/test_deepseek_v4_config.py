@@ -176,6 +176,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         ({"quantization_config": {"weight_block_size": [128]}}, r"weight_block_size=\[128\]"),
         ({"hc_eps": 0}, "hc_eps=0: expected a number > 0"),
         ({"head_dim": None}, "head_dim=None: expected an integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: expected at most 10000"),
         (
             {"compress_ratios": [0, 4, 16, 4, 0], "dspark_block_size": 5, "dspark_target_layer_ids": [4]},
             r"dspark_target_layer_ids=\[4\]: expected layer numbers below 4",

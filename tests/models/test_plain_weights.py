@@ -90,3 +90,8 @@ def test_plain_floats_and_tensors_of_nobody_are_read(dtype: torch.dtype, tmp_pat
 
     with LLM(changed(tmp_path, stored), logging={"progress": False}):
         pass
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    text = refused(changed(tmp_path, dict, num_hidden_layers=10**9), ConfigError)
+    assert text == "config.json: num_hidden_layers=1000000000: expected at most 10000"

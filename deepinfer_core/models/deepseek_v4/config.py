@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 
 from deepinfer_core.api import ConfigError, Scoring
-from deepinfer_core.models.config_fields import one_of, real, whole
+from deepinfer_core.models.config_fields import MOST_LAYERS, one_of, real, whole
 
 LayerKind = Literal["window", "csa", "hca"]
 DraftKind = Literal["mtp", "dspark"]
@@ -89,7 +89,8 @@ class V4Config:
     def read(cls, config: Mapping[str, Any]) -> V4Config:
         """Raises ConfigError that names the field, its value and what was expected."""
         _check_fixed(config)
-        layers, heads, head_dim = (whole(config, n) for n in ("num_hidden_layers", "num_attention_heads", "head_dim"))
+        layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+        heads, head_dim = whole(config, "num_attention_heads"), whole(config, "head_dim")
         kinds, hca_rate, drafts = _layers(config, layers)
         rotary_dim = _rotary_dim(config, head_dim)
         o_groups = whole(config, "o_groups")
