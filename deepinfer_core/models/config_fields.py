@@ -7,7 +7,6 @@ from typing import Any
 
 from deepinfer_core.api import ConfigError
 
-
 MOST_LAYERS = 10_000
 """Layers of a model; what a file says beyond is a mistake, and would take all memory to write down."""
 
