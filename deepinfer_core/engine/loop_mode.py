@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import structlog
+
 from deepinfer_core.api import Device, ModelSpec, Provider
 from deepinfer_core.config import EngineConfig
+
+log = structlog.stdlib.get_logger(__name__)
 
 AHEAD = "one step ahead"
 
@@ -13,6 +17,17 @@ AHEAD = "one step ahead"
 def drafts(config: EngineConfig) -> bool:
     """True when a drafter is in use."""
     return config.speculation.method is not None and config.speculation.max_draft_tokens > 0
+
+
+def warn_unused(config: EngineConfig) -> None:
+    """Whoever sets how drafts are made expects some; ``DEEPINFER_USE_NEXTN_DECODE`` alone made them once."""
+    given = [
+        f"{path} ({source})"
+        for path, source in config.sources.items()
+        if path.startswith("speculation.") and path != "speculation.method" and source != "default"
+    ]
+    if config.speculation.method is None and given:
+        log.warning("settings of drafts change nothing: set speculation.method, too", settings=", ".join(given))
 
 
 def sampling_demands(config: EngineConfig, *, host_drafts: bool) -> frozenset[str]:

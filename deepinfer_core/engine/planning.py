@@ -21,7 +21,6 @@ from deepinfer_core.api import (
     ConfigError,
     ConstraintInfo,
     Device,
-    DrafterInfo,
     EnginePlan,
     ExpertShare,
     FallbackPolicy,
@@ -57,7 +56,7 @@ from .block_size import fit_block_size
 from .choosing import choose_all, model_requests
 from .constraint_open import choose_compiler
 from .decode_graphs import ON, graph_mode
-from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands
+from .loop_mode import AHEAD, drafts, loop_mode, sampling_demands, warn_unused
 from .policy_open import make_policy
 from .runner import runner_requests
 from .sampler import sampling_region, sampling_requests, stage_order
@@ -357,9 +356,9 @@ def _fallback(config: EngineConfig, device: Any) -> FallbackPolicy:
 
 def _drafter(config: EngineConfig, registry: Registry, checkpoint: Checkpoint) -> PlannedDrafter | None:
     if not drafts(config):
+        warn_unused(config)
         return None
-    found: tuple[str, DrafterInfo] = resolve(registry, "drafter", config.speculation.method or "")
-    plugin, info = found
+    plugin, info = resolve(registry, "drafter", config.speculation.method or "")
     settings = _settings(config, registry, plugin)
     needs = read_needs(info, settings, config, checkpoint.config)
     return PlannedDrafter(plugin=plugin, info=info, needs=needs, settings=settings, module=None)
