@@ -11,15 +11,13 @@ import structlog
 
 from deepinfer_core.api import (
     ConfigError,
-    DeepInferError,
     MetricKey,
     MetricSpec,
     MetricsRecord,
     MetricsSink,
-    PluginError,
 )
 from deepinfer_core.config import plugin_settings
-from deepinfer_core.plugins import resolve
+from deepinfer_core.plugins import blamed, resolve
 
 from .metrics import SPECS, MetricsRecorder, Total, expert_spec
 from .observer import Observer
@@ -199,9 +197,4 @@ def _log_start(planned: PlannedEngine, planner: Planner) -> None:
 
 
 def _guarded(sink: str, plugin: str, make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except DeepInferError:
-        raise
-    except Exception as error:
-        raise PluginError(f"metrics sink {sink!r} of plugin {plugin!r}: {type(error).__name__}: {error}") from error
+    return blamed(f"metrics sink {sink!r} of plugin {plugin!r}", make)

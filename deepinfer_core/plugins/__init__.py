@@ -9,7 +9,7 @@ from .discovery import Candidate, Discovery, discover
 from .explain import explain_plan, unproved
 from .failure import Failure
 from .loader import load_planned, load_plugins
-from .making import guarded
+from .making import blamed, guarded
 from .plan import plan_from_json, plan_to_json, verify_plan
 from .probe import DeviceChoice, choose_device
 from .regions import ChosenRegions, choose_regions
@@ -29,6 +29,7 @@ __all__ = [
     "OpTable",
     "Registry",
     "WrapOp",
+    "blamed",
     "check_slot",
     "check_user_keys",
     "choose",

@@ -23,13 +23,22 @@ def guarded(what: str, plugin: str, target: LazyRef, make: Callable[[], T], meth
         PluginError: it raised something that is none of our own errors, or made what lacks a method.
     """
     label = f"{what}: {target.target} of plugin {plugin!r}"
-    try:
-        made = make()
-    except (DeepInferError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise PluginError(f"{label}: {cause_line(error)}") from error
+    made = blamed(label, make)
     missing = [name for name in methods if not callable(getattr(made, name, None))]
     if missing:
         raise PluginError(f"{label}: made {type(made).__name__}, which lacks {', '.join(missing)}()")
     return made
+
+
+def blamed(label: str, call: Callable[[], T]) -> T:
+    """``call()``, which runs a plugin's code.
+
+    Raises:
+        PluginError: beginning with ``label``, for what it raised that is none of our own errors, ``SystemExit`` too.
+    """
+    try:
+        return call()
+    except (DeepInferError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise PluginError(f"{label}: {cause_line(error)}") from error

@@ -78,6 +78,11 @@ class RefusingSink(ListSink):
         raise OSError("no such host")
 
 
+class LeavingSink(ListSink):
+    def start(self, specs: Mapping[str, MetricSpec]) -> None:
+        raise SystemExit(3)
+
+
 class BrokenFactory:
     def __init__(self, settings: Any) -> None:
         raise ValueError("cannot be made")
@@ -124,6 +129,7 @@ def deepinfer_metrics() -> Sequence[MetricsSinkInfo]:
         "blocked": "BlockedSink",
         "raising": "RaisingSink",
         "refusing": "RefusingSink",
+        "leaving": "LeavingSink",
         "broken": "BrokenFactory",
     }
     return [

@@ -220,6 +220,7 @@ def test_a_sink_gets_its_plugins_settings(toy_llm: ToyLLM) -> None:
         ("promethus", r"no loaded plugin has sink 'promethus'.*prometheus"),
         ("broken", r"metrics sink 'broken' of plugin 'watchers': ValueError: cannot be made"),
         ("refusing", r"metrics sink 'refusing' of plugin 'watchers': OSError: no such host"),
+        ("leaving", r"metrics sink 'leaving' of plugin 'watchers': SystemExit: 3"),
     ],
 )
 def test_a_sink_that_was_asked_for_and_cannot_be_had_is_an_error(toy_llm: ToyLLM, sink: str, said: str) -> None:
