@@ -125,7 +125,7 @@ def ragged(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         arrivals.append(now)
     prompts = [random_prompts(1, n, seed=i)[0] for i, (n, _) in enumerate(loads)]
     total = sum(new for _, new in loads)
-    theirs = peers.transformers_generate(directory)
+    theirs = peers.transformers_generate(peers.transformers_model(directory))
     rates: dict[str, list[float]] = {"deepinfer": [], "transformers": []}
     with LLM(directory, accelerator="cpu", config={"logging.progress": False, "kv_cache.prefix_cache": False}) as llm:
         for _ in range(1 if options.quick else 3):

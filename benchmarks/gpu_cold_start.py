@@ -20,7 +20,7 @@ from typing import Any
 
 from common import finish, print_table
 from gpu_common import Results, plugin_paths, require_gpu
-from gpu_model import QUICK, QWEN3_4B, checkpoint
+from gpu_model import QUICK, QWEN3_4B, add_places, checkpoint
 
 SETTINGS = {"model.max_model_len": 8192, "kv_cache.memory_fraction": 0.8, "logging.progress": False}
 
@@ -108,10 +108,7 @@ def warm(path: Path, cache: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=Path("/dev/shm/qwen3-4b-random"), help="where the model goes"
-    )
+    add_places(parser)
     parser.add_argument("--only", nargs="*", choices=("cold", "warmup"), default=["cold", "warmup"], help="a part")
     parser.add_argument("--quick", action="store_true", help="four layers")
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)

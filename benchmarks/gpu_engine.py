@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from common import finish, print_table, random_prompts
 from gpu_common import Results, plugin_paths, require_gpu
-from gpu_model import QUICK, QWEN3_4B, checkpoint, kv_bytes, weight_bytes
+from gpu_model import QUICK, QWEN3_4B, add_places, checkpoint, kv_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from deepinfer_core.api import Stream
@@ -195,10 +195,7 @@ def idle_and_shares(kernels: list[tuple[float, float, str]], steps: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=Path("/dev/shm/qwen3-4b-random"), help="where the model goes"
-    )
+    add_places(parser)
     parser.add_argument(
         "--only",
         nargs="*",

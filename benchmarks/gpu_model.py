@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,14 @@ QWEN3_4B: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 QUICK: Mapping[str, Any] = {**QWEN3_4B, "num_hidden_layers": 4, "vocab_size": 32000}
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Where results and the model go."""
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("/dev/shm/qwen3-4b-random"), help="where the model goes"
+    )
 
 
 def checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:

@@ -9,18 +9,18 @@ again. ``python benchmarks/gpu_transformers.py --out results``
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
-from typing import Any
 
+import peers
 import torch
 from common import finish, print_table, random_prompts
 from gpu_common import Results, plugin_paths, require_gpu
-from gpu_model import QUICK, QWEN3_4B, checkpoint
+from gpu_model import QUICK, QWEN3_4B, add_places, checkpoint
+from peers import Peer, Prompts
 
 PROMPT, SHORT, LONG = 512, 2, 34
 """Tokens of a prompt, and of the two texts that a step is the difference of."""
@@ -28,98 +28,32 @@ REQUESTS, TOKENS = 64, 64
 """Of the text that is measured whole."""
 WAYS = ("deepinfer", "generate", "static", "continuous")
 BATCHES = (1, 8, 64)
-Prompts = list[list[int]]
 
 
-def step_ms(texts: Callable[[int], float], rounds: int = 3) -> dict[str, float]:
-    """Milliseconds a decode step by texts of two lengths; ``texts``: tokens -> seconds. The first ones warm up."""
-    texts(SHORT), texts(LONG)
-    found = [(texts(LONG) - texts(SHORT)) / (LONG - SHORT) * 1000 for _ in range(rounds)]
+def step_ms(peer: Peer, prompts: Prompts, rounds: int = 3) -> dict[str, float]:
+    """Milliseconds a decode step by texts of two lengths; the first ones warm up."""
+    seconds(peer, prompts, SHORT), seconds(peer, prompts, LONG)
+    times = [seconds(peer, prompts, LONG) - seconds(peer, prompts, SHORT) for _ in range(rounds)]
+    found = [spent / (LONG - SHORT) * 1000 for spent in times]
     return {"ms": statistics.median(found), "least": min(found), "most": max(found)}
 
 
-def whole_rate(texts: Callable[[int], float], tokens: int, requests: int, rounds: int = 3) -> dict[str, float]:
+def whole_rate(peer: Peer, prompts: Prompts, rounds: int = 3) -> dict[str, float]:
     """Tokens of output a second, prompts included."""
-    texts(tokens)
-    found = [requests * tokens / texts(tokens) for _ in range(rounds)]
+    seconds(peer, prompts, TOKENS)
+    found = [len(prompts) * TOKENS / seconds(peer, prompts, TOKENS) for _ in range(rounds)]
     return {"tokens_per_second": statistics.median(found), "least": min(found), "most": max(found)}
 
 
-class Ours:
-    """The engine with its defaults, but for a cache of prefixes: prompts come again."""
-
-    def __init__(self, path: Path, accelerator: str, **settings: Any) -> None:
-        from deepinfer_core import LLM
-
-        config = {"kv_cache.prefix_cache": False, "logging.progress": False, "plugins.paths": list(plugin_paths())}
-        self._llm = LLM(path, accelerator=accelerator, config=config | settings)
-
-    def texts(self, prompts: Prompts, tokens: int) -> float:
-        from deepinfer_core import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        began = time.monotonic()
-        outputs = self._llm.generate(prompts, params)
-        spent = time.monotonic() - began
-        assert [len(output.outputs[0].token_ids) for output in outputs] == [tokens] * len(prompts)
-        return spent
-
-    def close(self) -> None:
-        self._llm.close()
-
-
-class Theirs:
-    """transformers' model on ``device``."""
-
-    def __init__(self, path: Path, device: str) -> None:
-        import transformers
-
-        self.version = transformers.__version__
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        self.model = model.to(device)
-        self._device = torch.device(device)
-
-    def _wait(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.monotonic()
-
-    def texts(self, prompts: Prompts, tokens: int, **ways: Any) -> float:
-        ids = torch.tensor(prompts, device=self._device)
-        began = self._wait()
-        with torch.inference_mode():
-            found = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-                **ways,
-            )
-        spent = self._wait() - began
-        assert found.shape == (len(prompts), len(prompts[0]) + tokens)
-        return spent
-
-    def continuous(self, prompts: Prompts, tokens: int) -> float:
-        from transformers import GenerationConfig
-
-        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        began = self._wait()
-        found = self.model.generate_batch(inputs=prompts, generation_config=config)
-        spent = self._wait() - began
-        lengths = [len(output.generated_tokens) for output in found.values()]
-        assert lengths == [tokens] * len(prompts), lengths
-        return spent
+def seconds(peer: Peer, prompts: Prompts, tokens: int) -> float:
+    spent, ids = peer.run(prompts, tokens)
+    assert [len(text) for text in ids] == [tokens] * len(prompts)
+    return spent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=Path("/dev/shm/qwen3-4b-random"), help="where the model goes"
-    )
+    add_places(parser)
     parser.add_argument("--only", nargs="*", choices=WAYS, default=WAYS, help="ways to measure")
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES, help="requests of which a step is measured")
     parser.add_argument("--quick", action="store_true", help="four layers")
@@ -130,27 +64,28 @@ def main() -> None:
     results = Results(options.out / "gpu_transformers.json", options.quick)
     path = checkpoint(options.checkpoint, config)
 
-    def prompts(count: int) -> Prompts:
+    def prompts(count: int) -> list[list[int]]:
         return [random_prompts(1, PROMPT, seed=n, vocab_size=config["vocab_size"])[0] for n in range(count)]
 
     def take(key: str, fn: Callable[[], dict[str, float]]) -> None:
         print(key, results.measure(key, fn), flush=True)
 
     if "deepinfer" in options.only:
-        with closing(Ours(path, "nvidia_sm100")) as ours:
+        settings = {"plugins.paths": list(plugin_paths())}
+        with closing(peers.deepinfer(path, accelerator="nvidia_sm100", **settings)) as ours:
             for batch in options.batches:
-                take(f"deepinfer {batch}", partial(step_ms, partial(ours.texts, prompts(batch))))
-            take("deepinfer whole", partial(whole_rate, partial(ours.texts, prompts(REQUESTS)), TOKENS, REQUESTS))
+                take(f"deepinfer {batch}", partial(step_ms, ours, prompts(batch)))
+            take("deepinfer whole", partial(whole_rate, ours, prompts(REQUESTS)))
     if set(options.only) - {"deepinfer"}:
-        theirs = Theirs(path, "cuda")
-        results.measure("transformers", lambda: {"version": theirs.version})
+        results.measure("transformers", lambda: {"version": importlib.metadata.version("transformers")})
+        model = peers.transformers_model(path, torch.bfloat16, "cuda")
         if "continuous" in options.only:
-            texts = partial(theirs.continuous, prompts(REQUESTS))
-            take("continuous whole", partial(whole_rate, texts, TOKENS, REQUESTS))
+            take("continuous whole", partial(whole_rate, peers.transformers_continuous(model), prompts(REQUESTS)))
         for way, ways in (("generate", {}), ("static", {"cache_implementation": "static"})):
             if way in options.only:
+                theirs = peers.transformers_generate(model, **ways)
                 for batch in options.batches:
-                    take(f"{way} {batch}", partial(step_ms, partial(theirs.texts, prompts(batch), **ways)))
+                    take(f"{way} {batch}", partial(step_ms, theirs, prompts(batch)))
     print_table(
         ["", "ms a step", "tokens/s"],
         [[key, e.get("ms"), e.get("tokens_per_second")] for key, e in results.entries.items() if key != "transformers"],

@@ -19,7 +19,7 @@ import peers
 
 MAKERS: dict[str, Callable[[Path], peers.Peer | None]] = {
     "deepinfer": peers.deepinfer,
-    "transformers": peers.transformers_generate,
+    "transformers": lambda model: peers.transformers_generate(peers.transformers_model(model)),
     "llama.cpp": lambda model: peers.llama_cpp(model, int(os.environ["OMP_NUM_THREADS"])),
     "vllm": peers.vllm,
     "weights": peers.weights_alone,

@@ -21,13 +21,14 @@ class Peer:
     name: str
     run: Callable[[Prompts, int], tuple[float, list[list[int]]]]
     batches: bool = True
+    close: Callable[[], None] = lambda: None
 
 
-def deepinfer(directory: Path, **config: Any) -> Peer:
+def deepinfer(directory: Path, *, accelerator: str = "cpu", **config: Any) -> Peer:
     from deepinfer_core import LLM, SamplingParams, __version__
 
     settings = {"logging.progress": False, "kv_cache.prefix_cache": False, **config}
-    llm = LLM(directory, accelerator="cpu", config=settings)
+    llm = LLM(directory, accelerator=accelerator, config=settings)
 
     def run(prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
@@ -35,20 +36,26 @@ def deepinfer(directory: Path, **config: Any) -> Peer:
         outputs = llm.generate([list(p) for p in prompts], params, progress=False)
         return time.perf_counter() - start, [o.outputs[0].token_ids for o in outputs]
 
-    return Peer(f"deepinfer {__version__}", run)
+    return Peer(f"deepinfer {__version__}", run, close=llm.close)
 
 
-def transformers_generate(directory: Path) -> Peer:
+def transformers_model(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     import transformers
 
     library: Any = transformers
     library.logging.set_verbosity_error()
-    model = library.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    model = library.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device)
+
+
+def transformers_generate(model: Any, **ways: Any) -> Peer:
+    """``ways``: further arguments of ``generate``."""
+    import transformers
 
     def run(prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
         start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
@@ -58,10 +65,27 @@ def transformers_generate(directory: Path) -> Peer:
                 min_new_tokens=new_tokens,
                 do_sample=False,
                 pad_token_id=0,
+                **ways,
             )
-        return time.perf_counter() - start, out[:, longest:].tolist()
+        found = out[:, longest:].tolist()  # waits for the device
+        return time.perf_counter() - start, found
 
     return Peer(f"transformers {transformers.__version__} generate", run)
+
+
+def transformers_continuous(model: Any) -> Peer:
+    """``generate_batch``: requests enter and leave steps as they come."""
+    import transformers
+
+    def run(prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
+        config = transformers.GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        start = time.perf_counter()
+        found = model.generate_batch(inputs=[list(p) for p in prompts], generation_config=config)
+        return time.perf_counter() - start, [output.generated_tokens for output in found.values()]
+
+    return Peer(f"transformers {transformers.__version__} continuous batching", run)
 
 
 def llama_cpp(gguf_file: Path, threads: int) -> Peer | None:

@@ -7,7 +7,7 @@ import attrs
 from deepinfer_core.plugins import Candidate
 
 from .ask_child import Answer
-from .finding import Finding
+from .finding import Finding, Severity
 from .plugin_facts import pip
 
 
@@ -21,42 +21,24 @@ class Home:
 
 def backend_findings(backend: str, home: Home, answer: Answer) -> tuple[str, list[Finding]]:
     """How a small plan came out, in words, and what is wrong."""
+    findings: list[Finding] = []
+
+    def found(check: str, severity: Severity, text: str, fix: str) -> None:
+        findings.append(Finding(plugin=home.candidate.name, check=check, severity=severity, text=text, fix=fix))
+
     if answer.trouble:
         text = f"starting backend {backend!r}: {answer.trouble}, at stage {answer.stage!r}"
         fix = "pip install torch" if "No module named 'torch'" in answer.trouble else _conformance(backend)
-        check = "torch build" if fix == "pip install torch" else answer.stage
-        return "failed", [Finding(plugin=home.candidate.name, check=check, severity="error", text=text, fix=fix)]
-    findings = [
-        Finding(
-            plugin=home.candidate.name,
-            check=check,
-            severity="error",
-            text=_where(check, answer, backend, home) + cause,
-            fix=_fix(check, cause, backend, home),
-        )
-        for check, cause in answer.facts["problems"]
-    ]
-    findings += [
-        Finding(
-            plugin=home.candidate.name,
-            check="names",
-            severity="warning",
-            text=f"backend {backend!r}: {text}",
-            fix=f"deepinfer explain --accelerator {backend} --model demo --why",
-        )
-        for text in answer.facts["misspelt"]
-    ]
+        found("torch build" if fix == "pip install torch" else answer.stage, "error", text, fix)
+        return "failed", findings
+    for check, cause in answer.facts["problems"]:
+        found(check, "error", _where(check, answer, backend, home) + cause, _fix(check, cause, backend, home))
+    explain = f"deepinfer explain --accelerator {backend} --model demo --why"
+    for text in answer.facts["misspelt"]:
+        found("names", "warning", f"backend {backend!r}: {text}", explain)
     borrowed = answer.facts["reference"]
     if borrowed and not home.candidate.builtin:
-        findings.append(
-            Finding(
-                plugin=home.candidate.name,
-                check="plan",
-                severity="note",
-                text=f"backend {backend!r} runs on reference operators for {', '.join(borrowed)}",
-                fix=f"deepinfer explain --accelerator {backend} --model demo --why",
-            )
-        )
+        found("plan", "note", f"backend {backend!r} runs on reference operators for {', '.join(borrowed)}", explain)
     return answer.facts["plan"] or "failed", findings
 
 

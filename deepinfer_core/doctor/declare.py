@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from deepinfer_core.config.settings import env_name
 from deepinfer_core.plugins import PROVIDER_HOOKS, Registry, load_plugins
 from deepinfer_core.plugins.discovery import PATH_DISTRIBUTION
 from deepinfer_core.plugins.inspection import hook_arguments, hook_record
-from deepinfer_core.plugins.loader import import_path
+from deepinfer_core.plugins.loader import import_entry_point, import_path
 
 from .child import Say
 from .watch import Watch
@@ -45,7 +44,7 @@ def declare(question: Mapping[str, Any], say: Say) -> dict[str, Any]:
     say("import")
     known = set(sys.modules)
     start = time.process_time()
-    plugin, facts["failure"] = _import(question["entry_point"], by_path=question["pin"] is None)
+    plugin, facts["failure"] = _import(question)
     facts["import_seconds"] = time.process_time() - start
     facts["hook_seconds"], facts["hooks"] = 0.0, 0
     if not facts["failure"]:
@@ -58,17 +57,12 @@ def declare(question: Mapping[str, Any], say: Say) -> dict[str, Any]:
     return facts
 
 
-def _import(entry_point: str, *, by_path: bool) -> tuple[Any, str]:
-    module, _, attribute = entry_point.partition(":")
+def _import(question: Mapping[str, Any]) -> tuple[Any, str]:
+    load = import_path if question["pin"] is None else import_entry_point
     try:
-        if by_path:
-            return import_path(entry_point), ""
-        found: Any = importlib.import_module(module)
-        for part in attribute.split(".") if attribute else ():
-            found = getattr(found, part)
+        return load(question["entry_point"]), ""
     except BaseException as error:  # SystemExit included
         return None, _line(error)
-    return found, ""
 
 
 def _asked(question: Mapping[str, Any], plugin: Any, say: Say) -> dict[str, Any]:

@@ -41,6 +41,13 @@ def one_of(config: Mapping[str, Any], name: str, allowed: tuple[Any, ...], defau
     return value
 
 
+def sides(value: Any) -> tuple[int, int] | None:
+    """The (rows, columns) that ``weight_block_size`` gives; None if it is no pair of positive integers."""
+    if isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value):
+        return value[0], value[1]
+    return None
+
+
 def rope_fields(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     """(theta, scaling) from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``.
 

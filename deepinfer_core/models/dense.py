@@ -253,9 +253,9 @@ class DenseModel:
         )
         ops = _requests(c, options, max_model_len)
         tensors = _tensors(c)
-        packed = {} if c.scaled is None else scales(tensors, options.stored, c.scaled)
-        tensors |= packed
-        refuse_companions(tensors, options.stored, {name.removesuffix(SUFFIX) for name in packed})
+        if c.scaled:
+            tensors |= scales(tensors, options.stored, c.scaled)
+        refuse_companions(tensors, options.stored)
         return ModelSpec(
             architecture="Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM",
             vocab_size=c.vocab,

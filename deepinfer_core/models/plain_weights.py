@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from deepinfer_core.api import CheckpointError
+
+from .scaled_weights import SUFFIX
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _LISTED = 3
 
 
-def refuse_companions(expected: Iterable[str], stored: Mapping[str, str], scaled: Collection[str] = ()) -> None:
+def refuse_companions(expected: Iterable[str], stored: Mapping[str, str]) -> None:
     """CheckpointError if a weight is stored as no plain number, or has a tensor beside it that nobody would read.
 
     Args:
-        expected: the tensors that the model reads.
+        expected: the tensors that the model reads; scales among them say that their weights may be FP8.
         stored: dtype of each tensor of the checkpoint, as in ``ModelOptions.stored``.
-        scaled: those that are stored in FP8 with scales that the model reads.
     """
     wanted = set(expected)
     owners = {name.removesuffix(".weight") for name in wanted if name.endswith(".weight")}
     problems = [
         f"tensor {name!r} is {stored[name]}: expected one of {', '.join(_FLOATS)}"
-        for name in (wanted & stored.keys()) - set(scaled)
-        if stored[name] not in _FLOATS and not stored[name].startswith("gguf:")
+        for name in wanted & stored.keys()
+        if name + SUFFIX not in wanted and stored[name] not in _FLOATS and not stored[name].startswith("gguf:")
     ]
     problems += [
         f"tensor {name!r}: this model would not read it, and so compute something else than the checkpoint means"

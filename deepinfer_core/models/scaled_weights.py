@@ -9,6 +9,8 @@ import torch
 
 from deepinfer_core.api import ConfigError, TensorSpec
 
+from .config_fields import sides
+
 STORED = "float8_e4m3fn"
 SUFFIX = "_scale_inv"
 """Of the scales' name, behind the weight's. In spite of it weights are multiplied by them."""
@@ -26,15 +28,9 @@ def scaled_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if found is None:
         return None
     fields = found if isinstance(found, Mapping) else {"quant_method": found}
-    block = fields.get("weight_block_size")
-    if (
-        fields.get("quant_method") == "fp8"
-        and fields.get("fmt", "e4m3") == "e4m3"
-        and isinstance(block, list)
-        and len(block) == 2
-        and all(isinstance(side, int) and side > 0 for side in block)
-    ):
-        return block[0], block[1]
+    block = sides(fields.get("weight_block_size"))
+    if block and fields.get("quant_method") == "fp8" and fields.get("fmt", "e4m3") == "e4m3":
+        return block
     given = {"quant_method": None} | {name: fields[name] for name in NAMED if name in fields}
     shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
     raise ConfigError(

@@ -106,7 +106,7 @@ def _load(registry: Registry, candidate: Candidate, *, asked: bool) -> None:
     """Import, register and identify one plugin; on any failure leave no trace and report it."""
     stage: Stage = "import"
     try:
-        plugin = _import(candidate.entry_point)
+        plugin = import_entry_point(candidate.entry_point)
         stage = "register"
         _admit(registry, plugin, candidate, asked=asked)
     except KeyboardInterrupt:
@@ -152,7 +152,8 @@ def _identify(registry: Registry, plugin: Any) -> object:
     return own[0].function()
 
 
-def _import(entry_point: str) -> Any:
+def import_entry_point(entry_point: str) -> Any:
+    """What ``package.module`` or ``package.module:attribute`` names."""
     module, _, attribute = entry_point.partition(":")
     found: Any = importlib.import_module(module.strip())
     for part in filter(None, attribute.strip().split(".")):

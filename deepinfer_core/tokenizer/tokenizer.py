@@ -50,7 +50,9 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = self._id_of_role(roles, "bos_token")
         self.pad_token_id = self._id_of_role(roles, "pad_token")
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._longest = max(map(len, vocabulary), default=0)
         self.special_texts: Mapping[int, str] = {
             token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         }
@@ -77,7 +79,7 @@ class Tokenizer:
         greedy = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
         if composed is None or not known or greedy or not self.has_token_bytes:
             return None
-        return composed * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+        return composed * self._longest
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuse, without encoding it, a text that surely has more tokens: many megabytes take minutes and gigabytes.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 
 from deepinfer_core.api import ConfigError, Scoring
-from deepinfer_core.models.config_fields import MOST_LAYERS, one_of, real, whole
+from deepinfer_core.models.config_fields import MOST_LAYERS, one_of, real, sides, whole
 
 LayerKind = Literal["window", "csa", "hca"]
 DraftKind = Literal["mtp", "dspark"]
@@ -248,10 +248,11 @@ def _hashed(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 
 def _weight_block(quantisation: object) -> tuple[int, int]:
-    block = quantisation.get("weight_block_size", [128, 128]) if isinstance(quantisation, Mapping) else [128, 128]
-    if not isinstance(block, list) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
-        raise ConfigError(f"config.json: quantization_config.weight_block_size={block!r}: expected two integers > 0")
-    return block[0], block[1]
+    given = quantisation.get("weight_block_size", [128, 128]) if isinstance(quantisation, Mapping) else [128, 128]
+    block = sides(given)
+    if block is None:
+        raise ConfigError(f"config.json: quantization_config.weight_block_size={given!r}: expected two integers > 0")
+    return block
 
 
 def _dspark(config: Mapping[str, Any], layers: int) -> DSparkConfig | None:

@@ -190,8 +190,7 @@ class StepCosts:
         self._since_fit = 0
         self._drafts: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
-        self._seen_rows: set[int] = set()
-        self._seen_drafting: set[int] = set()
+        self._built: set[tuple[str, int]] = set()
         self._drafted_before = False
         self._depth = 1
         self._factor, self._slope = 1.0, 0.0
@@ -257,8 +256,7 @@ class StepCosts:
         self._learn_drafting(cost)
         if not cost.decode or cost.rows == 0:
             return
-        if cost.rows not in self._seen_rows:
-            self._seen_rows.add(cost.rows)
+        if self._builds("rows", cost.rows):
             return
         rows, plain = self._as_measured(cost.requests, cost.rows)
         self._steps.append((rows, plain, self._believed(cost)))
@@ -274,6 +272,12 @@ class StepCosts:
         most = FAR_OFF * max(median(self._off), LOADS)
         return expected * (1 + min(max(off, -most), most))
 
+    def _builds(self, kind: str, count: int) -> bool:
+        """Whether this is the first step of its kind and size, whose time is no measure of the next one's."""
+        first = (kind, count) not in self._built
+        self._built.add((kind, count))
+        return first
+
     def _learn_drafting(self, cost: VerifyCost) -> None:
         """What drafting cost, as it would where the table was measured.
 
@@ -286,8 +290,7 @@ class StepCosts:
         self._drafted_before = bool(count)
         if not count:
             return
-        if count not in self._seen_drafting:
-            self._seen_drafting.add(count)
+        if self._builds("drafting", count):
             return
         if cost.chances is not None:
             self._depth = cost.chances.shape[1]

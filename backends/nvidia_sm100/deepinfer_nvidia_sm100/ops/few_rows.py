@@ -188,6 +188,11 @@ def parts_of(x: torch.Tensor, columns: int, splits: int, out: torch.Tensor) -> t
     return torch.empty((splits, x.shape[0], columns), dtype=torch.float32, device=x.device)
 
 
+def uncounted(x: torch.Tensor) -> bool:
+    """Whether the rows of ``x`` have more elements than one launch counts."""
+    return x.shape[0] * x.stride(0) > COUNTED
+
+
 def in_pieces(tensor: torch.Tensor, x: torch.Tensor, dim: int = 0) -> Sequence[torch.Tensor]:
     """Cut ``tensor`` along ``dim``, which counts the rows of ``x``, so that of these no piece has too many elements."""
     pieces: tuple[torch.Tensor, ...] = tensor.split(max(1, COUNTED // x.stride(0)), dim)
@@ -215,7 +220,7 @@ def launch(
     ``rounded``: of that product rounded to out's dtype, as it is where two operators do this.
     """
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
-    if rows * x.stride(0) > COUNTED:
+    if uncounted(x):
         assert (add, scale) == (None, None), "regions are of few rows"
         more: dict[str, Any] = {"gated": gated, "limit": limit, "rounded": rounded, "compile_only": compile_only}
         for some, its_out in zip(*(in_pieces(each, x) for each in (x, out)), strict=True):

@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import few_rows
 from .dependent import dependent, take_turn
 from .described_rows import describable, described
-from .few_rows import Tile, parts_of
+from .few_rows import Tile, in_pieces, parts_of, uncounted
 from .fp8_weight import GROUP
 from .starting import starter
 
@@ -155,10 +154,10 @@ def launch(
 ) -> None:
     """``out [M, N] = x [M, K] @ weight [N, K].T (+ bias)``, as the kernel says; ``x_scale`` with rows in e4m3."""
     rows, columns, inner = x.shape[0], weight.shape[0], weight.shape[1]
-    if rows * x.stride(0) > few_rows.COUNTED:
-        pieces = few_rows.in_pieces(x, x)
-        scales = [None] * len(pieces) if x_scale is None else few_rows.in_pieces(x_scale, x, 1)
-        for some, its_scale, its_out in zip(pieces, scales, few_rows.in_pieces(out, x), strict=True):
+    if uncounted(x):
+        pieces = in_pieces(x, x)
+        scales = [None] * len(pieces) if x_scale is None else in_pieces(x_scale, x, 1)
+        for some, its_scale, its_out in zip(pieces, scales, in_pieces(out, x), strict=True):
             launch(
                 some, its_scale, weight, scale, scale_rows, bias, its_out, tile, arrived, compile_only=compile_only
             )  # fmt: skip
