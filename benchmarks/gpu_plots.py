@@ -15,7 +15,15 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "h200"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 BATCHES = (1, 8, 64, 256)
-STAGES = ("before tuning", "tiles as measured", "regions", "tensor descriptors", "norms at ends", "list of work")
+STAGES = (
+    "before tuning",
+    "tiles as measured",
+    "regions",
+    "tensor descriptors",
+    "norms at ends",
+    "list of work",
+    "attention by tokens",
+)
 """Runs of the engine that the line of progress goes through; the fourth with descriptors for few rows too."""
 WITHOUT = {"tensor descriptors": ("decode 1", "decode 8")}
 """What a run measured of tiles that are not in use."""

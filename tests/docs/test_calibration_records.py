@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(FOLDER)
     yield importlib.import_module("speculation")
     for name, found in list(sys.modules.items()):
@@ -49,16 +49,16 @@ class Recording:
                 file.write(json.dumps(line) + "\n")
 
 
-def test_one_engine_has_all_modes_and_kinds(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_engine_has_all_modes_and_kinds(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(drafter: str, depth: int, *, record: str, **more: Any) -> Recording:
         assert more == {"verify": "rejection", "calibration": "off", "accelerator": "cpu"}
         return Recording(record)
 
-    monkeypatch.setattr(benchmark, "open_llm", opened)
+    monkeypatch.setattr(measured, "open_llm", opened)
     texts = {"code": ["a", "b"], "prose": ["c"], "json": ["d", "e", "f"]}
-    found = benchmark.records_of(texts, Namespace(tokens=4, accelerator="cpu"))
+    found = measured.records_of(texts, Namespace(tokens=4, accelerator="cpu"))
     assert Recording.opened == 1
-    assert list(found) == list(benchmark.MODES)
+    assert list(found) == list(measured.MODES)
     asked = 0
     for kinds in found.values():
         assert list(kinds) == list(texts)

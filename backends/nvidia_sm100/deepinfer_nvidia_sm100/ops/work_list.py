@@ -2,8 +2,10 @@
 
 A recorded step does not know its contexts, so the host gives the number of programs and the device the rest. A context
 is cut into as many equal chunks as it holds even shares of all tokens, rounded; one that holds no share is one chunk.
-So equal contexts that fill the device are not cut, and a long one among short ones is. Chunks stand in the list by
-length, the longest first: programs start in that order, so that what is left over for their second turn is short.
+So equal contexts that fill the device are not cut, and a long one among short ones is. Nor are contexts cut that are
+nearly equal and enough to keep the memory busy: putting chunks together takes longer than waiting for the longest.
+Chunks stand in the list by length, the longest first: programs start in that order, so that what is left over for their
+second turn is short.
 """
 
 from __future__ import annotations
@@ -110,7 +112,17 @@ def placed(
     return parts, longest, place, result, number
 
 
-@triton.jit(do_not_specialize=["count", "programs", "bound"])
+@triton.jit
+def waiting_for_longest(rank, spans, count, filling, AT_ONCE: tl.constexpr):
+    """Spans of all contexts that could be read while fewer than ``filling`` are left, the others having ended, if none
+    is cut: each reads as fast as the rest until the memory is not busy any more. ``rank``: from the longest on."""
+    longest = tl.max(spans, axis=0)
+    there = tl.arange(0, AT_ONCE) < count
+    behind = tl.sum(tl.where(there & (rank < filling), longest - spans, 0), axis=0)
+    return behind + tl.maximum(filling - count, 0) * longest
+
+
+@triton.jit(do_not_specialize=["count", "programs", "bound", "filling", "joining"])
 def list_kernel(
     tiles,
     positions,
@@ -120,6 +132,8 @@ def list_kernel(
     count,
     programs,
     bound,
+    filling,
+    joining,
     FIELDS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     IDENTITY: tl.constexpr,
@@ -155,6 +169,12 @@ def list_kernel(
         better = turns_of(sooner, fewer, shorter, programs) <= turns_of(place, parts, longest, programs)
         if better & (sum_of_them <= bound):
             parts, place, result, number = fewer, sooner, first_result, sum_of_them
+        if (filling > 0) & (number > count):
+            whole, spans_of_it, rank, first_result, sum_of_them = placed(
+                tiles, positions, tile, spans, total, 0, count, AT_ONCE, IDENTITY, WINDOW, N
+            )
+            if waiting_for_longest(rank, spans, count, filling, AT_ONCE) <= joining:
+                parts, place, result, number = whole, rank, first_result, sum_of_them
     tl.store(results + 4 * tile, first, mask=tile < count)
     tl.store(results + 4 * tile + 1, rows, mask=tile < count)
     tl.store(results + 4 * tile + 2, result, mask=tile < count)
@@ -178,7 +198,14 @@ def list_kernel(
 
 
 def work_list(
-    tiles: torch.Tensor | None, positions: torch.Tensor, count: int, programs: int, window: int, span: int
+    tiles: torch.Tensor | None,
+    positions: torch.Tensor,
+    count: int,
+    programs: int,
+    window: int,
+    span: int,
+    filling: int = 0,
+    joining: int = 0,
 ) -> WorkList:
     """The list for ``count`` tiles ``[count, 3]`` int32 (request, first row, rows), or None: tile i is row i.
 
@@ -187,6 +214,8 @@ def work_list(
         programs: for each key head.
         window: tokens that a row sees; 0: all.
         span: chunks begin and end at multiples of so many tokens.
+        filling: contexts that keep the memory busy, uncut; 0: contexts are cut by their share alone.
+        joining: spans of all contexts that are read in the time that it takes to put chunks together.
     """
     # More programs than fit at once cost 1 to 2 us, with nothing to do, too: few contexts are cut into as many as fit.
     bound = programs if 4 * count <= programs else max(count, programs) + max(1, min(count, programs) // 2)
@@ -195,6 +224,7 @@ def work_list(
     )
     list_kernel[(triton.cdiv(count, AT_ONCE),)](
         positions if tiles is None else tiles, positions, entries, results, length, count, programs, bound,
+        filling, joining,
         FIELDS=FIELDS, AT_ONCE=AT_ONCE, IDENTITY=tiles is None, WINDOW=window, N=span, num_warps=8,
         **dependent(positions),
     )  # fmt: skip
