@@ -360,7 +360,7 @@ def _drafter(config: EngineConfig, registry: Registry, checkpoint: Checkpoint) -
         return None
     plugin, info = resolve(registry, "drafter", config.speculation.method or "")
     settings = _settings(config, registry, plugin)
-    needs = read_needs(info, settings, config, checkpoint.config)
+    needs = read_needs(plugin, info, settings, config, checkpoint.config)
     return PlannedDrafter(plugin=plugin, info=info, needs=needs, settings=settings, module=None)
 
 

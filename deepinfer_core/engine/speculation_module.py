@@ -20,12 +20,13 @@ from deepinfer_core.api import (
     ModelContext,
     ModelDefinition,
     ModelSpec,
+    PluginError,
     TensorInfo,
     WeightSource,
 )
 from deepinfer_core.checkpoint import Checkpoint, check_tensors, open_checkpoint
 from deepinfer_core.config import EngineConfig
-from deepinfer_core.plugins import OpTable
+from deepinfer_core.plugins import OpTable, guarded
 
 if TYPE_CHECKING:
     import torch
@@ -103,13 +104,23 @@ class PlannedDrafter:
         return facts
 
 
-def read_needs(info: DrafterInfo, settings: Any, config: EngineConfig, target: Mapping[str, Any]) -> DrafterNeeds:
-    """What the drafter asks for.
+def read_needs(
+    plugin: str, info: DrafterInfo, settings: Any, config: EngineConfig, target: Mapping[str, Any]
+) -> DrafterNeeds:
+    """What the drafter of ``plugin`` asks for.
 
     Raises:
         ConfigError: the target has no such head, or the configuration asks what the drafter cannot do.
+        PluginError: the plugin cannot say.
     """
-    needs: DrafterNeeds = DrafterNeeds() if info.needs is None else info.needs.load()(settings, target)
+    needs = DrafterNeeds()
+    if info.needs is not None:
+        what, asked = f"needs of speculation.method {info.name!r}", info.needs
+        needs = guarded(what, plugin, asked, lambda: asked.load()(settings, target))
+        if not isinstance(needs, DrafterNeeds):
+            raise PluginError(
+                f"{what}: {asked.target} of plugin {plugin!r} returned {type(needs).__name__}: return DrafterNeeds"
+            )
     if config.speculation.schedule == "confidence" and (info.schedule is None or needs.reads == "tokens"):
         raise ConfigError(
             f"speculation.schedule='confidence': drafter {info.name!r} has no confidence schedule: use 'fixed'"

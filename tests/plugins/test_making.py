@@ -111,6 +111,49 @@ def test_a_model_that_is_none(attribute: str, said: str, site: Site, tmp_path: P
     assert said in text
 
 
+NEEDS = """
+from deepinfer_core.api import *
+
+@hookimpl
+def deepinfer_plugin():
+    return PluginInfo(name="breaking")
+
+@hookimpl
+def deepinfer_speculation():
+    return [DrafterInfo(name="breaking", help="", factory=LazyRef("made:Empty"), needs=LazyRef("made:{attribute}"))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "said"),
+    [
+        ("none_at_all", "has no attribute 'none_at_all'"),
+        ("raises", "KeyError: 'num_nextn_predict_layers'"),
+        ("leaves", "SystemExit: 3"),
+        ("nothing", "returned NoneType: return DrafterNeeds"),
+    ],
+)
+def test_a_drafter_that_cannot_say_what_it_needs(attribute: str, said: str, site: Site, tmp_path: Path) -> None:
+    more = """
+def raises(settings, target):
+    return target["num_nextn_predict_layers"]
+
+def leaves(settings, target):
+    sys.exit(3)
+
+def nothing(settings, target):
+    pass
+"""
+    site.module("made", MADE + more)
+    site.module("breaking", NEEDS.format(attribute=attribute))
+    with pytest.raises(PluginError) as caught:
+        LLM(write_tiny(tmp_path), plugins={"paths": ["breaking"]}, speculation={"method": "breaking"})
+    text = str(caught.value)
+    assert text.startswith(f"needs of speculation.method 'breaking': made:{attribute} of plugin 'breaking'")
+    assert said in text
+    assert "\n" not in text
+
+
 @pytest.mark.parametrize("error", [ConfigError("x = 3: expected 4"), KeyboardInterrupt()])
 def test_our_own_errors_and_interrupts_pass(error: BaseException) -> None:
     def make() -> None:
