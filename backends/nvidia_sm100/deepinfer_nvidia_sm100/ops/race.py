@@ -187,7 +187,7 @@ def race_row(
     """
     base = tl.where(heat == 1.0, 0.0, peak)
     whole = (total / UNIT).to(tl.float32)
-    level = tl.log(whole) - tl.log(tl.minimum(AHEAD / p, MOST)) + (peak - base) / heat
+    level = tl.log(whole) - tl.log(tl.minimum(tl.full((), AHEAD, tl.float32) / p, MOST)) + (peak - base) / heat
     taken = scored(
         row_logits, row_bounds, groups, row_groups, row_listed, level - slack_of(peak, heat), peak, base, heat, slot,
         position, seed_lo, seed_hi, child, vocab_size, PURPOSE, GROUP, GROUPS, LOOK,
