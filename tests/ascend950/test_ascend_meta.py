@@ -46,6 +46,8 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(f"the stand-ins are x86-64 assembly, not {platform.machine()}")
     if not torch.__version__.startswith(VERSION.rpartition(".")[0]):
         pytest.skip(f"torch_npu {VERSION} goes with torch {VERSION.rpartition('.')[0]}, not {torch.__version__}")
+    if torch.version.cuda is not None:
+        pytest.skip(f"torch_npu loads beside a torch built for the host, not one for CUDA {torch.version.cuda}")
     if missing := stub_runtime.missing_tools():
         pytest.skip(f"{', '.join(missing)} is not installed; it builds the stand-ins for CANN")
     cache = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
