@@ -51,9 +51,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.InterpreterBuilder.create_dot = in_order
 
 DEMANDS = frozenset({CAP})
-ON = torch.device("cpu")
-if torch.accelerator.is_available():  # a torch built for one names it where there is none, too
-    ON = torch.accelerator.current_accelerator() or ON
+ON = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 HARDWARE = ON.type != "cpu"
 ROWS = MOST_ROWS if HARDWARE else 70
 DTYPES = ("float32", "bfloat16")

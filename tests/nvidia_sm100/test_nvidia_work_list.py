@@ -14,20 +14,15 @@ SPAN = 32
 
 
 def listed(
-    contexts: list[int],
-    programs: int,
-    rows: list[int] | None = None,
-    window: int = 0,
-    filling: int = 0,
-    joining: int = 0,
+    contexts: list[int], programs: int, rows: list[int] | None = None, window: int = 0, **whole: int
 ) -> WorkList:
-    """Of requests with these contexts, each with one row or with one tile of ``rows``."""
+    """Of requests with these contexts, each with one row or with one tile of ``rows``; ``whole``: when none is cut."""
     counts = np.array(rows or [1] * len(contexts))
     first = np.cumsum(counts) - counts
     positions = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, counts, strict=True)])
     tiles = None if rows is None else here(torch.from_numpy(np.stack((np.arange(len(rows)), first, counts), 1)).int())
     where = here(torch.from_numpy(positions))
-    return work_list(tiles, where, len(contexts), programs, window, SPAN, filling, joining)
+    return work_list(tiles, where, len(contexts), programs, window, SPAN, **whole)
 
 
 def entries(work: WorkList) -> np.ndarray:
@@ -37,15 +32,10 @@ def entries(work: WorkList) -> np.ndarray:
 
 
 def check(
-    contexts: list[int],
-    programs: int,
-    rows: list[int] | None = None,
-    window: int = 0,
-    filling: int = 0,
-    joining: int = 0,
+    contexts: list[int], programs: int, rows: list[int] | None = None, window: int = 0, **whole: int
 ) -> np.ndarray:
     """Every token that a row sees is in one chunk; results have numbers of their own; tiles know theirs."""
-    work = listed(contexts, programs, rows, window, filling, joining)
+    work = listed(contexts, programs, rows, window, **whole)
     found, tiles = entries(work), work.tiles.cpu().numpy()
     assert sorted(found[:, 6]) == list(range(len(found)))
     lengths = found[:, 5] - found[:, 4]

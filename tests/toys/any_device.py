@@ -87,7 +87,7 @@ def deepinfer_plugin() -> PluginInfo:
 
 @hookimpl
 def deepinfer_probe(env: ProbeEnv) -> Sequence[DeviceInfo]:
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return []
     return [

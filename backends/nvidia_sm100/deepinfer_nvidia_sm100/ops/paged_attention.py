@@ -96,6 +96,8 @@ class Paged:
         self._programs = (FIXED_EACH if self._fixed else PROGRAMS_EACH) * multiprocessors
         # Programs that keep the memory busy, each with three tiles of 16 KB on their way.
         self._filling = max(1, multiprocessors * 4 // 3 // request.kv_heads)
+        kept: torch.dtype = getattr(torch, request.cache_dtype)
+        self._joining = JOINING_BYTES // (2 * request.kv_heads * request.head_dim * kept.itemsize)
         results = 2 * context.max_tokens + self._programs // request.kv_heads + 1
         self._arrived = torch.zeros(results * request.kv_heads, dtype=torch.int32, device=context.device)
         wide = request.head_dim > 128 or request.dtype == "float32"
@@ -189,12 +191,9 @@ class Paged:
         if split:
             open_ = LEFT_OPEN_ALONE if count == 1 and tiles is None else LEFT_OPEN
             programs = max(1, (self._programs - self._programs // open_) // request.kv_heads)
-            # Chunks of few requests are put together by a launch of their own, which comes in any case.
-            filling = self._filling if tiles is None and 4 * count > programs else 0
-            kept: torch.dtype = getattr(torch, request.cache_dtype)
-            joining = JOINING_BYTES // (2 * shape.tokens * request.kv_heads * request.head_dim * kept.itemsize)
+            joining = self._joining // shape.tokens
             work = work_list(
-                tiles, layout.positions, count, programs, request.window or 0, shape.tokens, filling, joining
+                tiles, layout.positions, count, programs, request.window or 0, shape.tokens, self._filling, joining
             )
         return Launch(shape=shape, tiles=tiles, count=count, work=work)
 

@@ -214,17 +214,19 @@ def work_list(
         programs: for each key head.
         window: tokens that a row sees; 0: all.
         span: chunks begin and end at multiples of so many tokens.
-        filling: contexts that keep the memory busy, uncut; 0: contexts are cut by their share alone.
+        filling: contexts that keep the memory busy, uncut; 0: contexts are cut by their share alone, as few are and
+            those of several rows, whose chunks a launch of its own puts together in any case.
         joining: spans of all contexts that are read in the time that it takes to put chunks together.
     """
     # More programs than fit at once cost 1 to 2 us, with nothing to do, too: few contexts are cut into as many as fit.
-    bound = programs if 4 * count <= programs else max(count, programs) + max(1, min(count, programs) // 2)
+    few = 4 * count <= programs
+    bound = programs if few else max(count, programs) + max(1, min(count, programs) // 2)
     entries, results, length = (
         torch.empty(shape, dtype=torch.int32, device=positions.device) for shape in ((bound, FIELDS), (count, 4), (1,))
     )
     list_kernel[(triton.cdiv(count, AT_ONCE),)](
         positions if tiles is None else tiles, positions, entries, results, length, count, programs, bound,
-        filling, joining,
+        0 if few or tiles is not None else filling, joining,
         FIELDS=FIELDS, AT_ONCE=AT_ONCE, IDENTITY=tiles is None, WINDOW=window, N=span, num_warps=8,
         **dependent(positions),
     )  # fmt: skip
